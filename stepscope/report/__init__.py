@@ -1,0 +1,1 @@
+"""Analysis -> console, HTML, PNG, Markdown. Reports draw; they never derive."""
