@@ -1,0 +1,129 @@
+"""A run made ready for analysis: its rows sorted into kinds, each with its cost and baseline."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from stepscope.analyze.cost import CostModel, StepCost
+from stepscope.analyze.thresholds import Thresholds
+from stepscope.errors import StepscopeError
+from stepscope.records import Run, StepRecord
+from stepscope.spec import Ceilings, ModelSpec
+from stepscope.stats import median
+
+
+def prefill_tokens(row: StepRecord) -> int:
+    return (row.sum_prefill_tokens or 0) or (row.recompute_tokens or 0)
+
+
+def bucket(row: StepRecord) -> int:
+    """Running plus blocked decodes: the batch this step would have had with nothing in its way."""
+    if row.num_decode_requests is None:
+        return row.num_running or 0
+    return row.num_decode_requests + (row.num_blocked_decodes or 0)
+
+
+def is_decode_only(row: StepRecord) -> bool:
+    return row.kind == "decode" and not prefill_tokens(row)
+
+
+def is_working(row: StepRecord) -> bool:
+    return row.kind != "idle" and not row.warmup and not row.sampled
+
+
+class Baseline:
+    """Median period of decode-only steps per batch bucket. Mixed steps never enter it."""
+
+    def __init__(self, rows: list[StepRecord], min_steps: int) -> None:
+        walls: dict[int, list[float]] = {}
+        for row in rows:
+            walls.setdefault(bucket(row), []).append(row.wall_ns)
+        # One step alone would be its own median, however long it was.
+        enough = {b: w for b, w in walls.items() if len(w) >= min_steps} or walls
+        self._medians = {b: median(w) or 0.0 for b, w in enough.items()}
+        self._buckets = sorted(self._medians)
+
+    def of(self, batch: int) -> float | None:
+        """Its own bucket, else the nearest one (the smaller of two); None without any."""
+        if not self._buckets:
+            return None
+        i = bisect_left(self._buckets, batch)
+        near = self._buckets[max(0, i - 1) : i + 1]
+        return self._medians[min(near, key=lambda b: (abs(b - batch), b))]
+
+
+@dataclass
+class Frame:
+    """Everything the parts of the analysis share. Lists are parallel to rows; indices index rows."""
+
+    run: Run
+    spec: ModelSpec
+    ceilings: Ceilings | None
+    dtype: str
+    limits: Thresholds
+    model: CostModel
+    rows: list[StepRecord]
+    costs: list[StepCost]
+    working: list[int]
+    decode_only: list[int]
+    baseline: Baseline
+    two_timelines: bool  # device columns are present: forward_ns is launching, not computing
+    notes: list[str] = field(default_factory=list)
+    missing: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def working_ns(self) -> int:
+        return sum(self.rows[i].wall_ns for i in self.working)
+
+    @property
+    def wall_ns(self) -> int:
+        if not self.rows:
+            return 0
+        return max(r.end_ns for r in self.rows) - self.rows[0].begin_ns
+
+    @property
+    def idle_ns(self) -> int:
+        return sum(r.wall_ns for r in self.rows if r.kind == "idle")
+
+
+def read_spec(run: Run) -> ModelSpec:
+    try:
+        return ModelSpec.from_dict(run.meta.model)
+    except (KeyError, TypeError) as err:
+        raise StepscopeError(
+            f"run {run.meta.run_id} does not describe its model ({err}), so nothing can be derived "
+            "from it: record it again with this version of stepscope."
+        ) from err
+
+
+def read_ceilings(run: Run) -> Ceilings | None:
+    return Ceilings.from_dict(run.meta.ceilings) if run.meta.ceilings else None
+
+
+def build_frame(run: Run, limits: Thresholds) -> Frame:
+    """Raises StepscopeError when run.json carries no readable model."""
+    spec, ceilings = read_spec(run), read_ceilings(run)
+    dtype = str(run.meta.engine.get("dtype") or spec.dtype)
+    model = CostModel(spec, ceilings, dtype)
+    first_rank = min((s.rank for s in run.steps), default=0)
+    rows = sorted((s for s in run.steps if s.rank == first_rank), key=lambda s: s.begin_ns)
+    working = [i for i, row in enumerate(rows) if is_working(row)]
+    decode_only = [i for i in working if is_decode_only(rows[i])]
+    frame = Frame(
+        run,
+        spec,
+        ceilings,
+        dtype,
+        limits,
+        model,
+        rows,
+        [model.of(row) for row in rows],
+        working,
+        decode_only,
+        Baseline([rows[i] for i in decode_only], limits.min_bucket_steps),
+        any(r.dev_begin_ns is not None or r.dev_forward_ns is not None for r in rows),
+    )
+    if len(rows) < len(run.steps):
+        frame.notes.append(f"Several ranks were recorded; the steps of rank {first_rank} are shown.")
+    return frame

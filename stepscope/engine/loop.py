@@ -1,0 +1,179 @@
+"""The loop. One call of `Engine.step` is one trip of a token through the engine:
+
+recv -> schedule -> prepare -> gather -> forward -> sample -> d2h_wait -> commit -> detok -> emit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from stepscope.engine.plan import Clock, Runner, StepPlan
+from stepscope.engine.recorder import Recorder
+from stepscope.engine.request import Request
+from stepscope.engine.scheduler import Scheduler
+from stepscope.records import (
+    COMMIT,
+    D2H_WAIT,
+    DETOK,
+    EMIT,
+    OTHER,
+    PREPARE,
+    RECV,
+    SAMPLE,
+    SCHEDULE,
+    StepRecord,
+)
+
+IDLE_SLICE_NS = 20_000_000  # an interrupt is noticed within one slice
+
+
+class Inbox(Protocol):
+    """Where requests come from: a workload being replayed, or a client."""
+
+    def poll(self, now_ns: int) -> list[Request]:
+        """Requests that have arrived by now, tokenized."""
+
+    def next_arrival(self) -> int | None:
+        """When the next one arrives, None if there will be none."""
+
+
+class Text(Protocol):
+    """Token ids become text, request by request."""
+
+    def push(self, request: int, token: int) -> str: ...
+
+    def flush(self, request: int) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step gave one request."""
+
+    request: Request
+    token: int
+    piece: str
+    finished: bool
+
+
+class Engine:
+    """Runs requests to their end. `emit` is the client: it receives each step's outputs."""
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        scheduler: Scheduler,
+        runner: Runner,
+        recorder: Recorder,
+        clock: Clock,
+        text: Text,
+        emit: Callable[[Sequence[Output]], None],
+        on_step: Callable[[StepRecord], None] = lambda row: None,
+    ) -> None:
+        self.inbox = inbox
+        self.scheduler = scheduler
+        self.runner = runner
+        self.recorder = recorder
+        self.clock = clock
+        self.text = text
+        self.emit = emit
+        self.on_step = on_step
+        self.stopping = False
+
+    def run(self) -> bool:
+        """Step until every request has ended. False if `stopping` was set before that."""
+        while not self.stopping and self._work_left():
+            self.step()
+        self._abort()
+        return not self.stopping
+
+    def step(self) -> None:
+        lap, runner = self.recorder.lap, self.runner
+        lap(OTHER)  # what the last iteration did after its row was closed
+        self._receive()
+        lap(RECV)
+        plan = self.scheduler.schedule()
+        lap(SCHEDULE)
+        if not plan.slices:
+            self._idle()
+            return
+        batch = runner.prepare(plan)
+        lap(PREPARE)
+        logits = runner.forward(batch, lap)  # gather and forward alternate, layer by layer
+        sampled = runner.sample(logits, batch)
+        lap(SAMPLE)
+        token_ids = runner.fetch(sampled)
+        lap(D2H_WAIT)
+        results = self.scheduler.commit(plan, token_ids)
+        lap(COMMIT)
+        outputs = [self._detokenize(request, token) for request, token in results]
+        lap(DETOK)
+        self.emit(outputs)
+        lap(EMIT)
+        self._close(plan, results)
+
+    def _receive(self) -> None:
+        now = self.clock.now()
+        for request in self.inbox.poll(now):
+            request.record.queued_ns = now
+            if request.record.error:  # refused before it became tokens
+                self.scheduler.refuse(request)
+            else:
+                self.scheduler.add(request)
+
+    def _detokenize(self, request: Request, token: int) -> Output:
+        finished = request.record.finish_reason is not None
+        piece = self.text.push(request.id, token)
+        if finished:
+            piece += self.text.flush(request.id)
+        return Output(request, token, piece, finished)
+
+    def _close(self, plan: StepPlan, results: Sequence[tuple[Request, int]]) -> None:
+        """Stamp the requests and write the row: what this takes is `other`."""
+        recorder = self.recorder
+        for piece in plan.slices:
+            if piece.request.record.admitted_ns is None:
+                piece.request.record.admitted_ns = recorder.begin_ns
+        for request, _ in results:
+            if request.record.first_token_ns is None:
+                request.record.first_token_ns = recorder.mark
+        for request in self.scheduler.preempted:
+            recorder.event("preempt", request.id, f"{request.high_water} tokens to compute again")
+        row = recorder.end_step(plan, len(results), self.runner.gather_bytes)
+        self._finish_row(row)
+
+    def _idle(self) -> None:
+        """Nothing to compute: wait for the next arrival, in a row of kind idle."""
+        scheduler = self.scheduler
+        if scheduler.waiting and not scheduler.running and not scheduler.ended:
+            scheduler.fail_head()
+        elif not scheduler.busy:
+            self._wait_for_arrival()
+        self.recorder.lap(RECV)
+        self._finish_row(self.recorder.end_idle())
+
+    def _wait_for_arrival(self) -> None:
+        arrival = self.inbox.next_arrival()
+        while arrival is not None and not self.stopping and self.clock.now() < arrival:
+            self.clock.sleep_until(min(arrival, self.clock.now() + IDLE_SLICE_NS))
+
+    def _finish_row(self, row: StepRecord) -> None:
+        row.kv_total_pages = self.scheduler.pool.total
+        row.num_finished = self._take_ended()
+        self.on_step(row)
+
+    def _take_ended(self) -> int:
+        ended, self.scheduler.ended = self.scheduler.ended, []
+        for request in ended:
+            request.record.finished_ns = self.recorder.mark
+            self.recorder.end_request(request.id)
+        return len(ended)
+
+    def _work_left(self) -> bool:
+        return self.scheduler.busy or self.inbox.next_arrival() is not None
+
+    def _abort(self) -> None:
+        self.scheduler.abort_all()
+        self._take_ended()
+        self.recorder.end_all()

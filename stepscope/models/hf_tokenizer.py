@@ -1,0 +1,111 @@
+"""A tokenizer from a Hugging Face directory: tokenizer.json and the files beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from stepscope.errors import StepscopeError, UsageError
+from stepscope.models.tokenizer import (
+    TextTokenizer,
+    TokenBytes,
+    TokenizerParts,
+    byte_level_bytes,
+    sentencepiece_bytes,
+)
+
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+def tokenizer_from_directory(path: Path, config: dict[str, Any]) -> TextTokenizer | None:
+    """The directory's tokenizer, None if it has no tokenizer.json.
+
+    Raises UsageError for a decoder that is not known here, StepscopeError for damaged files.
+    """
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return None
+    settings = _object(path / "tokenizer_config.json")
+    description = _object(file)
+    if not isinstance(description.get("model"), dict) or "vocab" not in description["model"]:
+        raise StepscopeError(f"{file} has no vocabulary; download it again.")
+    token_bytes, strip_first_space = _decoding(file, description.get("decoder"))
+    backend = Tokenizer.from_str(json.dumps(description))
+    bos = _bos_id(backend, settings, config)
+    return TextTokenizer(
+        TokenizerParts(
+            backend=backend,
+            token_bytes=token_bytes,
+            strip_first_space=strip_first_space,
+            bos_id=bos,
+            add_bos=_adds_bos(backend, settings, bos),
+            eos_ids=eos_ids_of(path, config),
+            chat_template=_chat_template(path, settings),
+        )
+    )
+
+
+def eos_ids_of(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """Ids that end a text: generation_config.json's, else config.json's; one id or a list."""
+    chosen = _object(path / "generation_config.json").get("eos_token_id")
+    ids = config.get("eos_token_id") if chosen is None else chosen
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """A JSON object, empty if the file is absent."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise StepscopeError(f"{file} is not valid JSON ({error}); download it again.") from None
+    if not isinstance(value, dict):
+        raise StepscopeError(f"{file} is not a JSON object; download it again.")
+    return value
+
+
+def _decoding(file: Path, decoder: Any) -> tuple[TokenBytes, bool]:
+    """How tokens turn into bytes, and whether a text's first space is the tokenizer's own."""
+    steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return byte_level_bytes, False
+    if "ByteFallback" in kinds:
+        strips = any(step.get("type") == "Strip" and step.get("start") for step in steps)
+        return sentencepiece_bytes, strips
+    raise UsageError(
+        f"{file} has an unknown decoder ({', '.join(map(str, kinds)) or 'none'}) where byte-level"
+        " BPE and SentencePiece with byte fallback are known; choose a Llama-family model."
+    )
+
+
+def _bos_id(backend: Tokenizer, settings: dict[str, Any], config: dict[str, Any]) -> int | None:
+    named = settings.get("bos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    found = backend.token_to_id(text) if isinstance(text, str) else None
+    return config.get("bos_token_id") if found is None else found
+
+
+def _adds_bos(backend: Tokenizer, settings: dict[str, Any], bos: int | None) -> bool:
+    """tokenizer_config.json's word, else what tokenizer.json's post-processor does."""
+    said = settings.get("add_bos_token")
+    if isinstance(said, bool):
+        return said and bos is not None
+    return bos is not None and backend.encode("", add_special_tokens=True).ids[:1] == [bos]
+
+
+def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
+    file = path / TEMPLATE_FILE
+    if file.is_file():
+        return file.read_text("utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several under names: one of them is the default
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

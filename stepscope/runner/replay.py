@@ -1,0 +1,113 @@
+"""A scenario's requests, replayed at their arrival times: text becomes tokens in `recv`."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+
+from stepscope.engine.request import Request, Sampling
+from stepscope.models.tokenizer import Detokenizer, TextTokenizer
+from stepscope.records import RequestRecord
+from stepscope.scenario import RequestSpec
+
+
+@cache
+def passages() -> str:
+    return files("stepscope").joinpath("data/passages.txt").read_text(encoding="utf-8")
+
+
+class Replay:
+    """The engine's inbox. `records` holds every request of the workload, arrived or not."""
+
+    def __init__(
+        self, requests: Sequence[RequestSpec], tokenizer: TextTokenizer | None, vocab: int
+    ) -> None:
+        self._left = deque(requests)
+        self._tokenizer = tokenizer
+        self._vocab = vocab
+        self.records: list[RequestRecord] = []
+        self.prompts: dict[int, str] = {}
+        self._prose = tokenizer.encode(passages()) if tokenizer else []
+
+    def poll(self, now_ns: int) -> list[Request]:
+        arrived = []
+        while self._left and self._left[0].arrival_ns <= now_ns:
+            arrived.append(self._request(self._left.popleft()))
+        return arrived
+
+    def next_arrival(self) -> int | None:
+        return self._left[0].arrival_ns if self._left else None
+
+    def drop_rest(self) -> int:
+        """Forget those that have not arrived (the run was interrupted); how many there were."""
+        count = len(self._left)
+        self._left.clear()
+        return count
+
+    def _request(self, spec: RequestSpec) -> Request:
+        record = RequestRecord(
+            id=spec.id,
+            arrival_ns=spec.arrival_ns,
+            prompt_tokens=0,
+            client=spec.client,
+            priority=spec.priority,
+        )
+        tokens = self._tokens(spec, record)
+        record.prompt_tokens = len(tokens)
+        self.records.append(record)
+        sampling = Sampling(
+            temperature=spec.temperature,
+            top_k=spec.top_k,
+            top_p=spec.top_p,
+            seed=spec.seed,
+            max_tokens=spec.max_tokens,
+            ignore_eos=spec.ignore_eos,
+        )
+        return Request(record, tokens, sampling)
+
+    def _tokens(self, spec: RequestSpec, record: RequestRecord) -> list[int]:
+        if spec.prompt is None:
+            return self._synthetic(spec)
+        self.prompts[spec.id] = spec.prompt
+        if self._tokenizer is None:
+            record.error = (
+                f"request {spec.id}: this model has no tokenizer; "
+                "give prompt_tokens in place of a prompt"
+            )
+            return []
+        if spec.chat:
+            return self._tokenizer.chat(spec.prompt)
+        return self._tokenizer.encode(spec.prompt)
+
+    def _synthetic(self, spec: RequestSpec) -> list[int]:
+        """Exactly so many tokens: prose from a seeded place on, or seeded ids without a tokenizer."""
+        count = spec.prompt_tokens or 0
+        rng = random.Random(spec.seed)
+        if not self._prose:
+            return [rng.randrange(self._vocab) for _ in range(count)]
+        begin = rng.randrange(len(self._prose))
+        copies = -(-(begin + count) // len(self._prose))
+        return (self._prose * copies)[begin : begin + count]
+
+
+class TokenText:
+    """Detokenizes each request incrementally; without a tokenizer every piece is empty."""
+
+    def __init__(self, tokenizer: TextTokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._open: dict[int, Detokenizer] = {}
+
+    def push(self, request: int, token: int) -> str:
+        if self._tokenizer is None:
+            return ""
+        stream = self._open.get(request)
+        if stream is None:
+            stream = self._open[request] = Detokenizer(self._tokenizer)
+        return stream.push(token)
+
+    def flush(self, request: int) -> str:
+        stream = self._open.pop(request, None)
+        return stream.flush() if stream else ""

@@ -1,0 +1,74 @@
+"""The twin: the model's own sequence of operations at minimal widths. What it takes is dispatch.
+
+On a CPU nothing else separates the cost of launching operations from the work they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from stepscope.models.decoder import Decoder
+from stepscope.runner.probe import decode_plan, steps
+from stepscope.runner.torch_runner import TorchRunner
+from stepscope.spec import ModelSpec, TwinPoint
+from stepscope.stats import median
+
+WARM_STEPS = 2
+TIMED_STEPS = 9
+CONTEXTS = (64, 512, 2048)
+
+
+def twin_spec(spec: ModelSpec) -> ModelSpec:
+    """Same layers, heads and operations; widths so small that their work is not measurable."""
+    return spec.resized(hidden=16, head_dim=8, intermediate=16, vocab=64)
+
+
+def twin_batches(most: int) -> list[int]:
+    """1, 2, 4, ... and the largest batch itself."""
+    batches = [1]
+    while batches[-1] * 2 <= most:
+        batches.append(batches[-1] * 2)
+    return batches if batches[-1] == most else [*batches, most]
+
+
+def twin_runner(spec: ModelSpec, dtype: torch.dtype, tokens: int, page_size: int) -> TorchRunner:
+    """A runner of the twin whose cache holds so many tokens."""
+    from stepscope.models.dummy import random_weights
+
+    small = twin_spec(spec)
+    decoder = Decoder(small, random_weights(small, dtype, seed=0))
+    return TorchRunner(decoder, -(-tokens // page_size), page_size)
+
+
+def measure_twin(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    batches: Sequence[int],
+    contexts: Sequence[int] = CONTEXTS,
+    page_size: int = 16,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[TwinPoint]:
+    """Median phases of decode steps at each batch and context (both capped by the model)."""
+    fitting = sorted({min(c, spec.max_context) for c in contexts})
+    most = max(batches) * (fitting[-1] + page_size)
+    runner = twin_runner(spec, dtype, most, page_size)
+    points = []
+    for context in fitting:
+        for batch in batches:
+            progress(f"dispatch floor: batch {batch}, context {context}")
+            rows = steps(runner, decode_plan(batch, context, page_size), WARM_STEPS + TIMED_STEPS)
+            timed = rows[WARM_STEPS:]
+            points.append(
+                TwinPoint(
+                    batch,
+                    context,
+                    *(
+                        round(median([float(r.phase_ns(phase) or 0) for r in timed]) or 0)
+                        for phase in ("forward", "gather", "sample")
+                    ),
+                    step_ns=round(median([float(r.wall_ns) for r in timed]) or 0),
+                )
+            )
+    return points
