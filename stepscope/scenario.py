@@ -1,31 +1,37 @@
-"""Scenario TOML -> validated Scenario -> the requests it sends.
-
-Each section is a dataclass whose fields say what they accept (`_knob`); one loop checks them all.
-"""
+"""Scenario TOML -> validated Scenario -> the requests it sends (format: `stepscope.sections`)."""
 
 from __future__ import annotations
 
 import copy
-import difflib
-import math
-import re
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
 from stepscope.errors import UsageError
+from stepscope.sections import (
+    EXCLUSIVE,
+    SECTIONS,
+    EngineSection,
+    ModelSection,
+    RequestSection,
+    SamplingSection,
+    SloSection,
+    WorkloadSection,
+    check_workload,
+    key_of,
+    near,
+    parse_policy,
+    read_section,
+)
 from stepscope.text import listing
 from stepscope.workload import (
     MOST_REQUESTS,
     MOST_SECONDS,
-    MOST_TOKENS,
     NS,
     RequestSpec,
-    Span,
-    TraceRow,
     arrival_times,
     draw,
     fingerprint,
@@ -34,183 +40,18 @@ from stepscope.workload import (
     read_trace,
 )
 
-ARRIVALS = ("poisson", "uniform", "gamma", "burst")
+__all__ = [
+    "RequestSpec",
+    "Scenario",
+    "apply_overrides",
+    "load_scenario",
+    "parse_policy",
+    "parse_scenario",
+    "scenario_files",
+]
+
 FOLDERS = (Path("scenarios"), Path(__file__).resolve().parent.parent / "scenarios")
-
-
-# ---------------------------------------------------------------- what a value may be
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("text in quotes")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("true or false")
-    return value
-
-
-def _whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError("a whole number")
-    return value
-
-
-def _real(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError("a finite number")
-    return float(value)
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
-        raise ValueError("a list of texts")
-    return tuple(value)
-
-
-def _policies(value: Any) -> tuple[str, ...]:
-    names = _texts([value] if isinstance(value, str) else value)
-    for name in names:
-        parse_policy(name)
-    if len(set(names)) < len(names):
-        raise ValueError("a list of different policies")
-    return names
-
-
-def _span(value: Any) -> Span:
-    ends = value if isinstance(value, list) else [value, value]
-    if len(ends) != 2 or not all(type(end) is int for end in ends) or ends[0] > ends[1]:
-        raise ValueError("a whole number or [least, most]")
-    return (ends[0], ends[1])
-
-
-def _knob(
-    default: Any,
-    kind: Callable[[Any], Any],
-    low: float = -math.inf,
-    high: float = math.inf,
-    *,
-    above: float = -math.inf,
-    choices: tuple[str, ...] = (),
-    key: str = "",
-) -> Any:
-    """A field of a section: low and high are included, above is not; key is its name in TOML."""
-    rule = {"kind": kind, "low": low, "high": high, "above": above, "choices": choices, "key": key}
-    return field(default=default, metadata=rule)
-
-
-def _count(default: Any, low: int = 1, high: int = MOST_TOKENS) -> Any:
-    return _knob(default, _whole, low, high)
-
-
-# ---------------------------------------------------------------- the sections
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSection:
-    """The dimensions are for random weights only (name `dummy:...`); None keeps the catalogue's."""
-
-    name: str = _knob("smollm2-135m", _text)
-    dtype: str = _knob("fp32", _text)
-    layers: int | None = _count(None, high=1000)
-    hidden: int | None = _count(None, high=1_000_000)
-    heads: int | None = _count(None, high=10_000)
-    kv_heads: int | None = _count(None, high=10_000)
-    head_dim: int | None = _count(None, high=10_000)
-    intermediate: int | None = _count(None, high=10_000_000)
-    vocab: int | None = _count(None)
-    max_context: int | None = _count(None)
-
-    @property
-    def dimensions(self) -> dict[str, int]:
-        named = asdict(self)
-        return {k: v for k, v in named.items() if k not in ("name", "dtype") and v is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSection:
-    policies: tuple[str, ...] = _knob(("chunked",), _policies, key="policy")
-    page_size: int = _count(16, high=65_536)
-    kv_tokens: int = _count(16_384, high=1_000_000_000)
-    kv_pages: int | None = _count(None, high=1_000_000_000)
-    max_seqs: int = _count(16, high=65_536)
-    token_budget: int = _count(512)
-    chunk: int | None = _count(None)
-    prefix_cache: bool = _knob(False, _flag)
-    threads: int | None = _count(None, high=4096)
-    warmup_steps: int = _count(0, low=0, high=1_000_000)
-
-    @property
-    def total_pages(self) -> int:
-        return self.kv_pages or -(-self.kv_tokens // self.page_size)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingSection:
-    temperature: float = _knob(0.0, _real, 0, 100)
-    top_k: int = _count(0, low=0)
-    top_p: float = _knob(1.0, _real, high=1, above=0)
-    max_tokens: int = _count(64)
-    ignore_eos: bool = _knob(False, _flag)
-    seed: int = _knob(0, _whole)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkloadSection:
-    requests: int | None = _count(None, high=MOST_REQUESTS)
-    arrivals: str = _knob("poisson", _text, choices=ARRIVALS)
-    rate_per_s: float | None = _knob(None, _real, high=1e9, above=0)
-    cv: float = _knob(2.0, _real, high=100, above=0)
-    seed: int = _knob(0, _whole)
-    start_s: float = _knob(0.0, _real, 0, MOST_SECONDS)
-    prompts: tuple[str, ...] | None = _knob(None, _texts)
-    prompts_file: str | None = _knob(None, _text)
-    prompt_tokens: Span | None = _knob(None, _span, 1, MOST_TOKENS)
-    output_tokens: Span | None = _knob(None, _span, 1, MOST_TOKENS)
-    chat: bool = _knob(True, _flag)
-    client: str = _knob("", _text)
-    priority: int = _knob(0, _whole)
-    trace: str | None = _knob(None, _text)
-    limit: int | None = _count(None, high=MOST_REQUESTS)
-    speedup: float = _knob(1.0, _real, 1e-3, 1e6)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSection:
-    """`[[request]]`: one request, or count of them every_s apart. None: as in [sampling]."""
-
-    at_s: float = _knob(0.0, _real, 0, MOST_SECONDS)
-    count: int = _count(1, high=MOST_REQUESTS)
-    every_s: float = _knob(0.0, _real, 0, MOST_SECONDS)
-    prompt: str | None = _knob(None, _text)
-    prompt_tokens: int | None = _count(None)
-    max_tokens: int | None = _count(None)
-    temperature: float | None = _knob(None, _real, 0, 100)
-    top_k: int | None = _count(None, low=0)
-    top_p: float | None = _knob(None, _real, high=1, above=0)
-    ignore_eos: bool | None = _knob(None, _flag)
-    chat: bool = _knob(True, _flag)
-    client: str = _knob("", _text)
-    priority: int = _knob(0, _whole)
-
-
-@dataclass(frozen=True, slots=True)
-class SloSection:
-    ttft_ms: float | None = _knob(None, _real, above=0)
-    itl_ms: float | None = _knob(None, _real, above=0)
-
-
-SECTIONS: dict[str, type[Any]] = {
-    "model": ModelSection,
-    "engine": EngineSection,
-    "sampling": SamplingSection,
-    "workload": WorkloadSection,
-    "slo": SloSection,
-}
-TOP_LEVEL = ("name", "description", *SECTIONS, "request")
+TITLES = ("name", "description")
 
 
 class Origin(NamedTuple):
@@ -239,15 +80,12 @@ class Scenario:
 
     def origins(self) -> dict[str, Origin]:
         """Every resolved value by its dotted key, and where it came from."""
-        found = {
-            key: Origin(getattr(self, key), self.given.get(key, "default"))
-            for key in ("name", "description")
-        }
+        found = {key: Origin(getattr(self, key), self.given.get(key, "default")) for key in TITLES}
         parts = {key: getattr(self, key) for key in SECTIONS}
         parts |= {f"request.{i}": part for i, part in enumerate(self.injected)}
         for where, part in parts.items():
             for f in fields(part):
-                key = f"{where}.{_key(f)}"
+                key = f"{where}.{key_of(f)}"
                 found[key] = Origin(getattr(part, f.name), self.given.get(key, "default"))
         return found
 
@@ -255,10 +93,6 @@ class Scenario:
         """For run.json: every resolved value and the identity of the requests."""
         resolved = {key: origin.value for key, origin in self.origins().items()}
         return {**resolved, "num_requests": len(self.requests), "requests_sha256": self.sha256()}
-
-
-def _key(f: Any) -> str:
-    return f.metadata["key"] or f.name
 
 
 # ---------------------------------------------------------------- loading
@@ -277,8 +111,9 @@ def load_scenario(path_or_name: str) -> Scenario:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = [str(p) for p in sorted(path.parent.glob("*.toml"))] if path.suffix else []
-        hint = _near(path_or_name, [*known, *near]) or _known(sorted(known))
+        beside = [str(p) for p in sorted(path.parent.glob("*.toml"))] if path.suffix else []
+        names = listing(sorted(known), 12)
+        hint = near(path_or_name, [*known, *beside]) or (known and f"; there are {names}") or ""
         raise UsageError(f"there is no scenario {path_or_name!r}{hint}") from None
     except OSError as error:
         raise UsageError(f"cannot read {path} ({error.strerror or error})") from error
@@ -291,15 +126,205 @@ def parse_scenario(text: str, source: str) -> Scenario:
     """source names the file in messages, and files in the scenario are relative to its folder."""
     try:
         raw = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{source} is not valid TOML: {error}") from error
     return _build(raw, dict.fromkeys(_dotted(raw), "file"), source)
 
 
-def _near(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, 3)
-    return f"; did you mean {listing(near).replace(' and ', ' or ')}?" if near else ""
+def _build(raw: dict[str, Any], given: dict[str, str], source: str) -> Scenario:
+    def label(key: str) -> str:
+        origin = given.get(key, "file")
+        return f"{source}: {key}" if origin == "file" else f"{origin} {key}"
+
+    known = (*TITLES, *SECTIONS, "request")
+    for key in raw:
+        if key not in known:
+            raise UsageError(f"{label(key)} is not known{near(key, known)}")
+    for key in TITLES:
+        if not isinstance(raw.get(key, "x"), str) or not raw.get(key, "x"):
+            raise UsageError(f"{label(key)} is not text")
+    parts = {k: read_section(cls, raw.get(k, {}), k, label) for k, cls in SECTIONS.items()}
+    tables = raw.get("request", [])
+    if not isinstance(tables, list):
+        raise UsageError(f"{label('request')} is one table; write [[request]], with two brackets")
+    injected = tuple(
+        read_section(RequestSection, t, f"request.{i}", label) for i, t in enumerate(tables)
+    )
+    if parts["model"].dimensions and not parts["model"].name.startswith("dummy:"):
+        dims = listing([f"model.{k}" for k in parts["model"].dimensions])
+        raise UsageError(f"{source}: {dims} can be set for a model named dummy:... only")
+    return Scenario(
+        name=raw.get("name", Path(source).stem),
+        description=raw.get("description", ""),
+        source=source,
+        **parts,
+        injected=injected,
+        requests=_requests(parts["workload"], injected, parts["sampling"], source),
+        raw=raw,
+        given=given,
+    )
 
 
-def _known(names: list[str]) -> str:
-    return f"; there are {listing(names, 12)}" if names else ""
+def _dotted(raw: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in raw.items():
+        if key == "request" and isinstance(value, list):
+            value = {str(i): item for i, item in enumerate(value)}
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key
+
+
+# ---------------------------------------------------------------- overrides
+
+
+def apply_overrides(
+    scenario: Scenario, overrides: Mapping[str, Any], origin: str = "--set"
+) -> Scenario:
+    """The scenario with dotted keys changed, validated again. Raises UsageError.
+
+    A text is read as a TOML value, or as itself where it is none; other values are taken as they
+    are; None takes the key out, back to its default. Setting one of an exclusive group (prompts or
+    prompt_tokens) takes the others out. origin is what `origins` and messages call the source.
+    """
+    raw, given = copy.deepcopy(scenario.raw), dict(scenario.given)
+    for key, value in overrides.items():
+        table, name = _place(raw, key, origin)
+        section = key.split(".")[0]
+        group = EXCLUSIVE.get(section, ())
+        for other in group if name in group else ():
+            sibling = key.removesuffix(name) + other
+            if sibling not in overrides:
+                table.pop(other, None)
+                given.pop(sibling, None)
+        if value is None:
+            table.pop(name, None)
+            given.pop(key, None)
+        else:
+            table[name] = _toml_value(value, section, name) if isinstance(value, str) else value
+            given[key] = origin
+    return _build(raw, given, scenario.source)
+
+
+def _place(raw: dict[str, Any], key: str, origin: str) -> tuple[dict[str, Any], str]:
+    """The table that holds a dotted key, and its name there."""
+    match key.split("."):
+        case [name] if name in TITLES:
+            return raw, name
+        case ["request", number, name] if number.isdecimal():
+            tables = raw.get("request", [])
+            if int(number) < len(tables):
+                return tables[int(number)], name
+            raise UsageError(f"{origin} {key}: there are {len(tables)} [[request]], from 0")
+        case [section, name] if section in SECTIONS:
+            table: dict[str, Any] = raw.setdefault(section, {})
+            return table, name
+    every = [f"{k}.{key_of(f)}" for k, cls in SECTIONS.items() for f in fields(cls)]
+    raise UsageError(f"{origin} {key} is not known{near(key, [*TITLES, *every])}")
+
+
+def _toml_value(text: str, section: str, name: str) -> Any:
+    cls = RequestSection if section == "request" else SECTIONS.get(section)
+    kinds = {key_of(f): f.type for f in fields(cls)} if cls else {name: "str"}
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except ValueError:
+        return text
+    wants_text = str(kinds.get(name, "")).startswith(("str", "tuple[str"))
+    if parsed.keys() != {"value"} or (wants_text and not isinstance(parsed["value"], str | list)):
+        return text
+    return parsed["value"]
+
+
+# ---------------------------------------------------------------- requests
+
+
+def _requests(
+    workload: WorkloadSection,
+    injected: tuple[RequestSection, ...],
+    sampling: SamplingSection,
+    source: str,
+) -> tuple[RequestSpec, ...]:
+    made = _from_workload(workload, sampling, source)
+    if len(made) + sum(item.count for item in injected) > MOST_REQUESTS:
+        raise UsageError(f"{source}: more than {MOST_REQUESTS:,} requests")
+    for i, item in enumerate(injected):
+        made += _from_injected(item, sampling, f"{source}: request.{i}")
+    if not made:
+        raise UsageError(f"{source} sends no request; add [workload] or [[request]]")
+    requests = numbered(made, f"{workload.seed}/{sampling.seed}")
+    if requests[-1].arrival_ns > MOST_SECONDS * NS:
+        late = requests[-1].arrival_ns / NS
+        raise UsageError(f"{source}: the last request arrives after {late:,.0f} s; raise the rate")
+    return requests
+
+
+def _spec(sampling: SamplingSection, arrival_s: float, **values: Any) -> RequestSpec:
+    """The sampling section's values unless others are given; None means not given."""
+    same = ("max_tokens", "temperature", "top_k", "top_p", "ignore_eos")
+    base = {name: getattr(sampling, name) for name in same}
+    given = {k: v for k, v in values.items() if v is not None}
+    texts = {"prompt": None, "prompt_tokens": None}
+    return RequestSpec(id=0, arrival_ns=round(arrival_s * NS), **{**texts, **base, **given})
+
+
+def _from_injected(
+    item: RequestSection, sampling: SamplingSection, where: str
+) -> list[RequestSpec]:
+    if item.prompt is None and item.prompt_tokens is None:
+        raise UsageError(f"{where} needs prompt or prompt_tokens")
+    values = {f.name: getattr(item, f.name) for f in fields(item)}
+    for name in ("at_s", "count", "every_s"):
+        del values[name]
+    values["chat"] = item.chat and item.prompt is not None
+    return [_spec(sampling, item.at_s + i * item.every_s, **values) for i in range(item.count)]
+
+
+def _from_workload(
+    workload: WorkloadSection, sampling: SamplingSection, source: str
+) -> list[RequestSpec]:
+    check_workload(workload, source)
+    if workload.trace is not None:
+        return _from_trace(workload, sampling, Path(source).parent / workload.trace)
+    prompts = workload.prompts or ()
+    if workload.prompts_file is not None:
+        prompts = read_prompts(Path(source).parent / workload.prompts_file)
+    if not prompts and workload.prompt_tokens is None:
+        return []
+    count = workload.requests or len(prompts)
+    stream = {what: Random(f"{workload.seed}/{what}") for what in ("arrival", "prompt", "output")}
+    times = arrival_times(
+        workload.arrivals, count, workload.rate_per_s, workload.cv, stream["arrival"]
+    )
+    made = []
+    for i, time in enumerate(times):
+        tokens, output = workload.prompt_tokens, workload.output_tokens
+        made.append(
+            _spec(
+                sampling,
+                workload.start_s + time,
+                prompt=prompts[i % len(prompts)] if prompts else None,
+                prompt_tokens=draw(tokens, stream["prompt"]) if tokens else None,
+                max_tokens=draw(output, stream["output"]) if output else None,
+                chat=workload.chat and bool(prompts),
+                client=workload.client,
+                priority=workload.priority,
+            )
+        )
+    return made
+
+
+def _from_trace(
+    workload: WorkloadSection, sampling: SamplingSection, file: Path
+) -> list[RequestSpec]:
+    return [
+        _spec(
+            sampling,
+            workload.start_s + row.arrival_s / workload.speedup,
+            prompt_tokens=row.prompt_tokens,
+            max_tokens=row.output_tokens,
+            client=row.client or workload.client,
+            priority=workload.priority,
+        )
+        for row in read_trace(file, workload.limit)
+    ]

@@ -26,7 +26,7 @@ Span = tuple[int, int]  # both ends included
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One request as it will be sent. Either a prompt, or a synthetic one of exactly so many tokens."""
+    """One request as it will be sent: prompt, or prompt_tokens of synthetic text, is None."""
 
     id: int
     arrival_ns: int
@@ -110,7 +110,7 @@ def read_trace(file: Path, limit: int | None) -> tuple[TraceRow, ...]:
     missing = [name for name in needed if name not in (reader.fieldnames or ())]
     if missing:
         raise UsageError(f"{file} line 1 has no column {missing[0]}; it needs {', '.join(needed)}")
-    rows = []
+    rows: list[TraceRow] = []
     for record in reader:
         if limit is not None and len(rows) >= limit:
             break
@@ -130,9 +130,7 @@ def _trace_row(record: dict[str, str | None], where: str) -> TraceRow:
     return TraceRow(arrival, int(prompt), int(output), record.get("client") or "")
 
 
-def _number(
-    record: dict[str, str | None], name: str, where: str, low: float, high: float
-) -> float:
+def _number(record: dict[str, str | None], name: str, where: str, low: float, high: float) -> float:
     text = record[name] or ""
     try:
         value = float(text)

@@ -42,6 +42,18 @@ VERDICT_OF: dict[str, str] = {
     **dict.fromkeys(HOST_PHASES, "host_bound"),
 }
 
+# What a verdict's term is, as part of a sentence.
+TERMS = {
+    "bandwidth_bound": "reading weights and cache at the measured ceiling",
+    "launch_bound": "dispatch",
+    "kernel_inefficient": "kernel inefficiency",
+    "compute_bound": "arithmetic at the measured ceiling",
+    "host_bound": "host phases",
+    "copy_bound": "gathering KV pages",
+    "sampling_bound": "sampling",
+    "undetermined": "time that cannot be split",
+}
+
 Split = dict[str, int]
 
 

@@ -77,7 +77,9 @@ class CostModel:
         context = (row.sum_decode_kv_tokens or 0) + cached + new
         weights = self.spec.weight_bytes - (0 if rows_sampled else head_bytes(self.spec))
         kv = step_kv_bytes(self.spec, context)
-        pairs = (row.sum_decode_kv_tokens or 0) + prefill_pairs(max(prefills, min(new, 1)), new, cached)
+        pairs = (row.sum_decode_kv_tokens or 0) + prefill_pairs(
+            max(prefills, min(new, 1)), new, cached
+        )
         flops = linear_flops(self.spec, decodes + new, rows_sampled)
         flops += attention_flops(self.spec, pairs)
         rate = self.read_rate(weights + kv)

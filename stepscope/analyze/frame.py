@@ -55,7 +55,7 @@ class Baseline:
 
 @dataclass
 class Frame:
-    """Everything the parts of the analysis share. Lists are parallel to rows; indices index rows."""
+    """Everything the parts of the analysis share; costs are parallel to rows, ints index both."""
 
     run: Run
     spec: ModelSpec
@@ -125,5 +125,7 @@ def build_frame(run: Run, limits: Thresholds) -> Frame:
         any(r.dev_begin_ns is not None or r.dev_forward_ns is not None for r in rows),
     )
     if len(rows) < len(run.steps):
-        frame.notes.append(f"Several ranks were recorded; the steps of rank {first_rank} are shown.")
+        frame.notes.append(
+            f"Several ranks were recorded; the steps of rank {first_rank} are shown."
+        )
     return frame

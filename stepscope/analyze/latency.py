@@ -186,7 +186,7 @@ class LongGap:
 
     request: int
     ns: int
-    first_step: int  # the steps in which it waited
+    first_step: int  # of the token before: what follows its emission is part of the gap
     last_step: int
     preempted: bool
 
@@ -199,5 +199,5 @@ def long_gaps(tokens: dict[int, Tokens], factor: float) -> list[LongGap]:
         for i, gap in enumerate(gaps):
             if limit and gap > limit:
                 preempted = i + 1 in own.preempted_before
-                found.append(LongGap(request, gap, own.steps[i] + 1, own.steps[i + 1], preempted))
+                found.append(LongGap(request, gap, own.steps[i], own.steps[i + 1], preempted))
     return found

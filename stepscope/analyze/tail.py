@@ -48,7 +48,9 @@ class EventIndex:
     """Which events overlap a span of time. Events of no duration are moments, not causes."""
 
     def __init__(self, events: list[Event]) -> None:
-        self._events = sorted((e for e in events if e.end_ns > e.begin_ns), key=lambda e: e.begin_ns)
+        self._events = sorted(
+            (e for e in events if e.end_ns > e.begin_ns), key=lambda e: e.begin_ns
+        )
         self._begins = [e.begin_ns for e in self._events]
         self._longest = max((e.end_ns - e.begin_ns for e in self._events), default=0)
 

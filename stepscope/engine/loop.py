@@ -85,7 +85,7 @@ class Engine:
         """Step until every request has ended. False if `stopping` was set before that."""
         while not self.stopping and self._work_left():
             self.step()
-        self._abort()
+        self.abort()
         return not self.stopping
 
     def step(self) -> None:
@@ -173,7 +173,8 @@ class Engine:
     def _work_left(self) -> bool:
         return self.scheduler.busy or self.inbox.next_arrival() is not None
 
-    def _abort(self) -> None:
+    def abort(self) -> None:
+        """End whatever has not ended; does nothing after a run that is complete."""
         self.scheduler.abort_all()
         self._take_ended()
         self.recorder.end_all()

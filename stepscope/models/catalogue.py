@@ -50,10 +50,14 @@ def catalogue() -> list[CatalogueEntry]:
 
 def entry(name: str) -> CatalogueEntry:
     """The entry of this name; UsageError with the nearest names otherwise."""
-    if name in CATALOGUE:
-        return CATALOGUE[name]
+    if name not in CATALOGUE:
+        raise unknown_model(name)
+    return CATALOGUE[name]
+
+
+def unknown_model(name: str) -> UsageError:
     near = get_close_matches(name.lower(), CATALOGUE, n=3, cutoff=0.4) or sorted(CATALOGUE)
-    raise UsageError(
+    return UsageError(
         f"There is no model '{name}' in the catalogue; the nearest are {listing(near)}, and a path"
-        " to a .gguf file or to a model's directory works too."
+        " to a .gguf file, a model's directory or dummy:NAME work too."
     )

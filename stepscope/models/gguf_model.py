@@ -1,4 +1,4 @@
-"""A Llama-family model in a GGUF file: its shape from the metadata, its weights from the tensors."""
+"""A Llama-family model in a GGUF file: shape from the metadata, weights from the tensors."""
 
 from __future__ import annotations
 
@@ -55,8 +55,11 @@ class GgufModel:
         name = self.file_name(part)
         if rows.dim() == 1:
             rows.copy_(torch.from_numpy(self.file.rows(name, 0, 1)[0]))
-            return
-        rotated = part.endswith((".q", ".k"))
+        else:
+            self._copy_matrix(name, part.endswith((".q", ".k")), rows)
+        self.file.release()
+
+    def _copy_matrix(self, name: str, rotated: bool, rows: torch.Tensor) -> None:
         step = max(1, CHUNK_ELEMENTS // rows.shape[1])
         if rotated:  # a head's rows move within the head, so chunks hold whole heads
             step = max(1, step // self.spec.head_dim) * self.spec.head_dim
@@ -114,7 +117,7 @@ def _spec(file: GgufFile, name: str, tokenizer: TextTokenizer | None) -> ModelSp
     head_dim = whole("attention.key_length", hidden // max(heads, 1))
     _check_head(file, head_dim, whole("attention.value_length", head_dim), whole)
     embedding = file.tensors.get("token_embd.weight")
-    rows = embedding.shape[0] if embedding else 0
+    rows = embedding.shape[0] if embedding else 1  # assemble() names it among the missing
     return ModelSpec(
         name=name,
         arch=arch,

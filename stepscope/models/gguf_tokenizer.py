@@ -97,12 +97,14 @@ def _backend(file: GgufFile, tokens: list[str], pre: str) -> Tokenizer:
     if len(vocab) != len(tokens):
         raise StepscopeError(f"{file.path} lists a token twice; download or convert it again.")
     unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
-    has_unknown = isinstance(unknown, int) and unknown < len(tokens)
+    unknown_token = None
+    if isinstance(unknown, int) and unknown < len(tokens):
+        unknown_token = tokens[unknown]
     backend = Tokenizer(
         BPE(
             vocab=vocab,
             merges=_merges(file, vocab),
-            unk_token=tokens[unknown] if has_unknown else None,
+            unk_token=unknown_token,
             ignore_merges=pre in WHOLE_WORDS_FIRST,
         )
     )
@@ -139,10 +141,7 @@ def _merges(file: GgufFile, vocab: dict[str, int]) -> list[tuple[str, str]]:
 
 def _eos_ids(file: GgufFile, tokens: list[str]) -> tuple[int, ...]:
     """The ids at which the model stops: the file's own first, then known names of end tokens."""
-    ids = [
-        file.metadata.get(f"tokenizer.ggml.{kind}_token_id")
-        for kind in ("eos", "eot", "eom")
-    ]
+    ids = [file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     kinds = file.metadata.get("tokenizer.ggml.token_type", [])
     control = {t.content: t for t in _of_kind(tokens, kinds, CONTROL)}
     ids += [tokens.index(token) for token in END_TOKENS if token in control]

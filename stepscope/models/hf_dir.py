@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stepscope.errors import StepscopeError, UsageError
-from stepscope.models.hf_tokenizer import eos_ids_of, tokenizer_from_directory
+from stepscope.models.hf_tokenizer import eos_ids_of, json_object, tokenizer_from_directory
 from stepscope.models.tensors import Shape
 from stepscope.models.tokenizer import TextTokenizer
 from stepscope.spec import ModelSpec
@@ -36,6 +36,15 @@ LAYER = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Where a tensor lies, and how."""
+
+    file: Path
+    dtype: str
+    shape: Shape
+
+
 class HfModel:
     """WeightSource over a directory (models/tensors.py)."""
 
@@ -43,12 +52,15 @@ class HfModel:
         """Raises UsageError or StepscopeError if it is not a Llama that can be loaded."""
         self.path = path
         self.label = str(path)
-        config = read_json(path / "config.json")
+        if not (path / "config.json").is_file():
+            raise UsageError(f"{path} has no config.json; give a directory in Hugging Face layout.")
+        config = json_object(path / "config.json")
         _check_supported(path, config)
         self.tokenizer: TextTokenizer | None = tokenizer_from_directory(path, config)
         self.spec = _spec(path, config, self.tokenizer)
-        self._files = {file: _opened(file) for file in _weight_files(path)}
-        self._home = {name: file for file in self._files for name in self._files[file].keys()}
+        self._stored: dict[str, _Stored] = {}
+        for file in _weight_files(path):
+            self._stored |= _contents(file)
 
     def file_name(self, part: str) -> str:
         if part in TOP:
@@ -58,8 +70,8 @@ class HfModel:
 
     def shapes(self) -> dict[str, Shape]:
         return {
-            name: tuple(self._files[file].get_slice(name).get_shape())
-            for name, file in self._home.items()
+            name: stored.shape
+            for name, stored in self._stored.items()
             if not self._carries_nothing(name)
         }
 
@@ -70,29 +82,24 @@ class HfModel:
 
     def copy_into(self, part: str, rows: torch.Tensor) -> None:
         name = self.file_name(part)
-        file = self._home[name]
-        kind = self._files[file].get_slice(name).get_dtype()
-        if kind not in FLOATS:
+        stored = self._stored[name]
+        if stored.dtype not in FLOATS:
             raise StepscopeError(
-                f"Tensor '{name}' in {file} is stored as {kind}, and {', '.join(FLOATS)} are read;"
-                " use an unquantized copy of the model."
+                f"Tensor '{name}' in {stored.file} is stored as {stored.dtype}, and"
+                f" {', '.join(FLOATS)} are read; use an unquantized copy of the model."
             )
-        rows.copy_(self._files[file].get_tensor(name))
+        # Opened anew for each tensor, so that no more than one stays mapped beside the weights.
+        with _opened(stored.file) as file:
+            rows.copy_(file.get_tensor(name))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; StepscopeError if the file is absent or is no such thing."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise UsageError(
-            f"{path.parent} has no {path.name}; give a directory in Hugging Face layout."
-        ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise StepscopeError(f"{path} is not valid JSON ({error}); download it again.") from None
-    if not isinstance(value, dict):
-        raise StepscopeError(f"{path} is not a JSON object; download it again.")
-    return value
+def _contents(file: Path) -> dict[str, _Stored]:
+    with _opened(file) as opened:
+        slices = {name: opened.get_slice(name) for name in list(opened.keys())}
+        return {
+            name: _Stored(file, piece.get_dtype(), tuple(piece.get_shape()))
+            for name, piece in slices.items()
+        }
 
 
 def _opened(file: Path) -> Any:
@@ -112,7 +119,7 @@ def _weight_files(path: Path) -> list[Path]:
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     if (path / INDEX).is_file():
-        shards = read_json(path / INDEX).get("weight_map")
+        shards = json_object(path / INDEX).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
             raise StepscopeError(f"{path / INDEX} has no weight_map; download it again.")
         return [path / Path(shard).name for shard in sorted(set(shards.values()))]
@@ -151,31 +158,30 @@ def _check_supported(path: Path, config: dict[str, Any]) -> None:
 
 
 def _spec(path: Path, config: dict[str, Any], tokenizer: TextTokenizer | None) -> ModelSpec:
-    def number(key: str, default: float | None = None) -> Any:
-        value = config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    def number(key: str, kind: type, default: float | None = None) -> Any:
+        value = default if config.get(key) is None else config[key]
+        if isinstance(value, bool) or not isinstance(value, kind | int):
             raise StepscopeError(
-                f"{path / 'config.json'} has {value!r} as {key} where a number above 0 belongs;"
-                " download it again."
+                f"{path / 'config.json'} has {value!r} as {key} where a number belongs; download"
+                " it again."
             )
         return value
 
-    heads, hidden = number("num_attention_heads"), number("hidden_size")
+    heads, hidden = number("num_attention_heads", int), number("hidden_size", int)
     rope = config.get("rope_parameters") or {}
     return ModelSpec(
         name=path.resolve().name,
         arch="llama",
-        layers=number("num_hidden_layers"),
+        layers=number("num_hidden_layers", int),
         hidden=hidden,
         heads=heads,
-        kv_heads=number("num_key_value_heads", heads),
-        head_dim=number("head_dim", hidden // heads),
-        intermediate=number("intermediate_size"),
-        vocab=number("vocab_size"),
-        max_context=number("max_position_embeddings"),
-        rope_theta=float(number("rope_theta", rope.get("rope_theta", 10000.0))),
-        norm_eps=float(number("rms_norm_eps", 1e-6)),
+        kv_heads=number("num_key_value_heads", int, heads),
+        head_dim=number("head_dim", int, hidden // max(heads, 1)),
+        intermediate=number("intermediate_size", int),
+        vocab=number("vocab_size", int),
+        max_context=number("max_position_embeddings", int),
+        rope_theta=float(number("rope_theta", float, rope.get("rope_theta", 10000.0))),
+        norm_eps=float(number("rms_norm_eps", float, 1e-6)),
         tied=bool(config.get("tie_word_embeddings", False)),
         eos_ids=tokenizer.eos_ids if tokenizer else eos_ids_of(path, config),
         bos_id=tokenizer.bos_id if tokenizer else config.get("bos_token_id"),

@@ -28,8 +28,8 @@ def tokenizer_from_directory(path: Path, config: dict[str, Any]) -> TextTokenize
     file = path / "tokenizer.json"
     if not file.is_file():
         return None
-    settings = _object(path / "tokenizer_config.json")
-    description = _object(file)
+    settings = json_object(path / "tokenizer_config.json")
+    description = json_object(file)
     if not isinstance(description.get("model"), dict) or "vocab" not in description["model"]:
         raise StepscopeError(f"{file} has no vocabulary; download it again.")
     token_bytes, strip_first_space = _decoding(file, description.get("decoder"))
@@ -50,15 +50,15 @@ def tokenizer_from_directory(path: Path, config: dict[str, Any]) -> TextTokenize
 
 def eos_ids_of(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """Ids that end a text: generation_config.json's, else config.json's; one id or a list."""
-    chosen = _object(path / "generation_config.json").get("eos_token_id")
+    chosen = json_object(path / "generation_config.json").get("eos_token_id")
     ids = config.get("eos_token_id") if chosen is None else chosen
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (ids,)
 
 
-def _object(file: Path) -> dict[str, Any]:
-    """A JSON object, empty if the file is absent."""
+def json_object(file: Path) -> dict[str, Any]:
+    """A JSON object, empty if the file is absent; StepscopeError if it is something else."""
     if not file.is_file():
         return {}
     try:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from stepscope.errors import UsageError
-from stepscope.models.catalogue import CATALOGUE, entry
+from stepscope.errors import StepscopeError, UsageError
+from stepscope.models.catalogue import CATALOGUE, unknown_model
 from stepscope.models.dummy import dummy_spec, random_weights
 from stepscope.models.fetch import fetch
 from stepscope.models.gguf_model import GgufModel
@@ -58,6 +58,7 @@ def load_model(
             " such as dummy:llama."
         )
     source = _open(name, progress)
+    _check_vocabulary(source)
     weights = assemble(source, kind, progress)
     return LoadedModel(with_byte_counts(source.spec, weights, kind), weights, source.tokenizer)
 
@@ -79,8 +80,16 @@ def _open(name: str, progress: Say | None) -> GgufModel | HfModel:
         return GgufModel(path, path.stem)
     if path.suffix == ".gguf" or "/" in name:
         raise UsageError(f"There is no model file or directory {path}; check the path.")
-    entry(name)
-    raise AssertionError("entry() raises for what is not in the catalogue")
+    raise unknown_model(name)
+
+
+def _check_vocabulary(source: GgufModel | HfModel) -> None:
+    tokenizer = source.tokenizer
+    if tokenizer and tokenizer.vocab_size > source.spec.vocab:
+        raise StepscopeError(
+            f"The tokenizer of {source.label} has ids up to {tokenizer.vocab_size - 1:,} and its"
+            f" embedding {source.spec.vocab:,} rows; download or convert the model again."
+        )
 
 
 def _bytes_told(name: str, progress: Say | None) -> Callable[[int, int], None] | None:

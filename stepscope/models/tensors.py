@@ -21,13 +21,16 @@ from typing import Protocol
 
 import torch
 
-from stepscope.errors import StepscopeError
+from stepscope.errors import StepscopeError, UsageError
 from stepscope.spec import ELEMENT_BYTES, ModelSpec
 from stepscope.text import listing, plural, size
 
 Shape = tuple[int, ...]
 Part = tuple[str, Shape]
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DIMENSIONS = (
+    *("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context"),
+)
 MEMINFO = Path("/proc/meminfo")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -86,6 +89,7 @@ def assemble(
     Raises StepscopeError if the file's tensors are not exactly those of the spec, or if the
     weights do not fit in memory.
     """
+    check_shape(source.spec)
     plan = tensor_plan(source.spec)
     _check_inventory(source, plan)
     check_memory(source.label, plan, dtype)
@@ -124,6 +128,25 @@ def _check_inventory(source: WeightSource, plan: dict[str, tuple[Part, ...]]) ->
                 f"Tensor '{name}' in {source.label} has the shape {list(present[name])} where its"
                 f" configuration asks for {list(shape)}; download or convert it again."
             )
+
+
+def check_shape(spec: ModelSpec) -> None:
+    """UsageError for dimensions of which no decoder can be made."""
+    for key in DIMENSIONS:
+        value = getattr(spec, key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(
+                f"{key} of {spec.name} is {value} where a whole number above 0 belongs; correct it."
+            )
+    if spec.heads % spec.kv_heads:
+        raise UsageError(
+            f"{spec.name} has {spec.heads} heads on {spec.kv_heads} kv_heads; make heads a multiple"
+            " of kv_heads."
+        )
+    if spec.head_dim % 2:
+        raise UsageError(
+            f"{spec.name} has a head_dim of {spec.head_dim}, and RoPE turns pairs; make it even."
+        )
 
 
 def plan_bytes(plan: dict[str, tuple[Part, ...]], dtype: str) -> int:

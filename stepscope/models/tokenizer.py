@@ -79,12 +79,13 @@ class TextTokenizer:
         self._backend = parts.backend
         added = parts.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._vocab_size = max(parts.backend.get_vocab().values(), default=-1) + 1
         self._bytes: dict[int, bytes] = {}
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids up to the highest one in use."""
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
+        """The highest id in use, plus one."""
+        return self._vocab_size
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from stepscope.models.decoder import Decoder
+from stepscope.models.dummy import random_weights
 from stepscope.runner.probe import decode_plan, steps
 from stepscope.runner.torch_runner import TorchRunner
-from stepscope.spec import ModelSpec, TwinPoint
+from stepscope.spec import Ceilings, ModelSpec, TwinPoint
 from stepscope.stats import median
 
 WARM_STEPS = 2
@@ -33,18 +32,15 @@ def twin_batches(most: int) -> list[int]:
     return batches if batches[-1] == most else [*batches, most]
 
 
-def twin_runner(spec: ModelSpec, dtype: torch.dtype, tokens: int, page_size: int) -> TorchRunner:
+def twin_runner(spec: ModelSpec, tokens: int, page_size: int) -> TorchRunner:
     """A runner of the twin whose cache holds so many tokens."""
-    from stepscope.models.dummy import random_weights
-
     small = twin_spec(spec)
-    decoder = Decoder(small, random_weights(small, dtype, seed=0))
+    decoder = Decoder(small, random_weights(small, small.dtype, seed=0))
     return TorchRunner(decoder, -(-tokens // page_size), page_size)
 
 
 def measure_twin(
     spec: ModelSpec,
-    dtype: torch.dtype,
     batches: Sequence[int],
     contexts: Sequence[int] = CONTEXTS,
     page_size: int = 16,
@@ -53,22 +49,35 @@ def measure_twin(
     """Median phases of decode steps at each batch and context (both capped by the model)."""
     fitting = sorted({min(c, spec.max_context) for c in contexts})
     most = max(batches) * (fitting[-1] + page_size)
-    runner = twin_runner(spec, dtype, most, page_size)
+    runner = twin_runner(spec, most, page_size)
     points = []
     for context in fitting:
         for batch in batches:
             progress(f"dispatch floor: batch {batch}, context {context}")
-            rows = steps(runner, decode_plan(batch, context, page_size), WARM_STEPS + TIMED_STEPS)
-            timed = rows[WARM_STEPS:]
-            points.append(
-                TwinPoint(
-                    batch,
-                    context,
-                    *(
-                        round(median([float(r.phase_ns(phase) or 0) for r in timed]) or 0)
-                        for phase in ("forward", "gather", "sample")
-                    ),
-                    step_ns=round(median([float(r.wall_ns) for r in timed]) or 0),
-                )
-            )
+            points.append(_point(runner, batch, context, page_size))
     return points
+
+
+def drift(spec: ModelSpec, ceilings: Ceilings, page_size: int = 16) -> float:
+    """The dispatch floor now over the one in `ceilings`, at its smallest batch and context."""
+    before = min(ceilings.twin, key=lambda p: (p.context, p.batch))
+    runner = twin_runner(spec, before.batch * (before.context + page_size), page_size)
+    now = _point(runner, before.batch, before.context, page_size)
+    return now.forward_ns / before.forward_ns
+
+
+def _point(runner: TorchRunner, batch: int, context: int, page_size: int) -> TwinPoint:
+    rows = steps(runner, decode_plan(batch, context, page_size), WARM_STEPS + TIMED_STEPS)
+    timed = rows[WARM_STEPS:]
+
+    def typical(values: list[int]) -> int:
+        return round(median(values) or 0)
+
+    return TwinPoint(
+        batch,
+        context,
+        forward_ns=typical([r.forward_ns or 0 for r in timed]),
+        gather_ns=typical([r.gather_ns or 0 for r in timed]),
+        sample_ns=typical([r.sample_ns or 0 for r in timed]),
+        step_ns=typical([r.wall_ns for r in timed]),
+    )

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope import store
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records import Event, Part, RequestRecord, RunMeta, Sample, StepRecord
 from stepscope.store import RunWriter, find_run, list_runs, new_run_id, read_run
@@ -249,7 +248,7 @@ class FullDisk(io.FileIO):
 def test_a_full_disk_says_what_is_kept_and_leaves_no_torn_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store.io, "FileIO", FullDisk)
+    monkeypatch.setattr(io, "FileIO", FullDisk)
     writer = RunWriter.create(tmp_path / "r", a_meta())
     writer.append([a_step(0)])
     with pytest.raises(StepscopeError, match=r"No space left on device.*1 step .*kept"):

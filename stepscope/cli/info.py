@@ -1,0 +1,131 @@
+"""stepscope list, explain, doctor: what there is, what it means, what works here."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated
+
+import typer
+
+from stepscope.cli.output import RUNS, note, print_json, stdout
+from stepscope.errors import UsageError
+
+KINDS = ("scenarios", "policies", "devices", "models", "metrics", "runs")
+
+
+def register(app: typer.Typer) -> None:
+    app.command("list")(list_things)
+    app.command("explain")(explain)
+    app.command("doctor")(doctor)
+
+
+def list_things(
+    kind: Annotated[str, typer.Argument(help=" | ".join(KINDS))],
+) -> None:
+    """List scenarios, policies, devices, models, metrics or runs."""
+    listers = {
+        "scenarios": _scenarios,
+        "policies": _policies,
+        "devices": _devices,
+        "models": _models,
+        "metrics": _metrics,
+        "runs": _runs,
+    }
+    if kind not in listers:
+        raise UsageError(f"there are no '{kind}' to list; choose one of {', '.join(KINDS)}")
+    for name, text in listers[kind]():
+        stdout().print(f"{name:<22} {text}", highlight=False, markup=False)
+
+
+def _scenarios() -> list[tuple[str, str]]:
+    from stepscope.scenario import load_scenario, scenario_files
+
+    return [(name, load_scenario(str(path)).description) for name, path in scenario_files().items()]
+
+
+def _policies() -> list[tuple[str, str]]:
+    from stepscope.engine.policies import POLICIES
+
+    return [
+        (name, " ".join((policy.assign.__doc__ or "").split()))
+        for name, policy in POLICIES.items()
+    ]
+
+
+def _devices() -> list[tuple[str, str]]:
+    from stepscope.device.host import describe_host
+
+    return [("cpu", str(describe_host().get("cpu", "this host")))]
+
+
+def _models() -> list[tuple[str, str]]:
+    from stepscope.models.catalogue import catalogue
+    from stepscope.models.dummy import dummy_names
+
+    dummies = [(f"dummy:{name}", "random weights") for name in dummy_names()]
+    return [(e.name, e.title) for e in catalogue()] + dummies
+
+
+def _metrics() -> list[tuple[str, str]]:
+    from stepscope.analyze.metrics import METRICS
+
+    return [
+        (
+            f"{name} [{m.unit}]",
+            m.definition + (f" ({m.other_names})" if m.other_names else ""),
+        )
+        for name, m in METRICS.items()
+    ]
+
+
+def _runs() -> list[tuple[str, str]]:
+    from stepscope.store import list_runs
+
+    found = list_runs(RUNS, lambda reason: note(f"left out: {reason}"))
+    return [
+        (
+            path.name,
+            f"{meta.scenario}, {meta.label}, {meta.stamp}" + ("" if meta.complete else ", incomplete"),
+        )
+        for path, meta in found
+    ]
+
+
+def explain(
+    verdict: Annotated[str, typer.Argument(help="A verdict or flag, e.g. bandwidth_bound.")],
+) -> None:
+    """Explain a verdict: its rule, thresholds, evidence, and what would prove it wrong."""
+    from stepscope.analyze.rules import FLAGS, RULES, rule_text
+
+    name = verdict.replace("-", "_")
+    if name in RULES:
+        rule = RULES[name]
+        parts = (
+            ("", rule.title),
+            ("rule", rule_text(name)),
+            ("evidence", rule.evidence),
+            ("told apart from", rule.told_apart),
+            ("wrong if", rule.falsify),
+            ("advice", rule.advice),
+        )
+    elif name in FLAGS:
+        flag = FLAGS[name]
+        parts = (("", f"flag {name}"), ("rule", flag.rule), ("says", flag.wording))
+    else:
+        near = difflib.get_close_matches(name, [*RULES, *FLAGS], 3) or list(RULES)
+        raise UsageError(f"there is no verdict '{verdict}'; the nearest are {', '.join(near)}")
+    out = stdout()
+    for label, text in parts:
+        out.print(f"{label + ':' if label else ''} {text}".strip(), highlight=False, markup=False)
+
+
+def doctor(json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """Show versions, devices, clock resolution, and what is n/a here and why."""
+    from stepscope.device.doctor import findings
+
+    found = findings()
+    if json:
+        print_json(found)
+        return
+    for name, value in found.items():
+        stdout().print(f"{name:<22} {value}", highlight=False, markup=False)

@@ -1,0 +1,37 @@
+"""The ceilings card: what the device was measured to reach, beside what the model needs."""
+
+from __future__ import annotations
+
+from stepscope.spec import Ceilings, ModelSpec
+from stepscope.text import ms, sig, size
+
+
+def card_text(spec: ModelSpec, ceilings: Ceilings) -> str:
+    """Plain text, a line per fact, with units."""
+    rate = ceilings.read_rate(spec.weight_bytes)
+    bound_ns = spec.weight_bytes / rate * 1e9
+    lines = [
+        f"{spec.name} {spec.dtype} on {ceilings.device}, {ceilings.threads} threads   MEASURED",
+        "",
+        f"weights read per step   {size(spec.weight_bytes)}",
+        f"KV per token            {size(spec.kv_bytes_per_token)}",
+        f"read rate there         {size(rate)}/s",
+        f"bound                   {ms(bound_ns)} ms per step, {sig(1e9 / bound_ns)} tok/s at batch 1",
+        "",
+        "read bandwidth by working set",
+        *(f"  {size(at):>10}   {size(value)}/s" for at, value in ceilings.read_curve),
+        "matrix-vector products at the model's shapes",
+        *(
+            f"  {p.name:<8} {p.rows:>6} x {p.cols:<6} {p.dtype}   {size(p.bytes_per_s)}/s"
+            for p in ceilings.gemv
+        ),
+        "matrix products, best rate",
+        *(f"  {dtype:<6} {sig(rate / 1e9)} GFLOP/s" for dtype, rate in ceilings.gemm_flops.items()),
+    ]
+    if ceilings.twin:
+        lines.append("dispatch floor (the twin: same operations, minimal widths)")
+        lines += [
+            f"  batch {p.batch:<3} context {p.context:<5} {ms(p.forward_ns)} ms"
+            for p in ceilings.twin
+        ]
+    return "\n".join([*lines, *ceilings.notes])

@@ -1,0 +1,290 @@
+"""One scenario under one policy, from arrivals to a run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepscope.device.cpu import HostClock
+from stepscope.device.host import (
+    ForeignLoad,
+    GcEvents,
+    LoadSample,
+    clock_resolution_ns,
+    describe_host,
+    noise_event,
+    usable_cpus,
+    versions,
+)
+from stepscope.engine.kv import PagePool
+from stepscope.engine.loop import Engine, Output
+from stepscope.engine.policies import policy_named
+from stepscope.engine.recorder import Recorder, cost_per_step_ns
+from stepscope.engine.scheduler import Limits, Scheduler
+from stepscope.errors import UsageError
+from stepscope.models.decoder import Decoder
+from stepscope.models.load import LoadedModel
+from stepscope.records import RunMeta, Sample, StepRecord
+from stepscope.runner.probe import decode_plan, prefill_plan, steps
+from stepscope.runner.replay import Replay, TokenText
+from stepscope.runner.torch_runner import TorchRunner
+from stepscope.runner.twin import drift, measure_twin, twin_batches
+from stepscope.scenario import Scenario, parse_policy
+from stepscope.spec import Ceilings
+from stepscope.store import RunWriter, new_run_id
+
+FLUSH_NS = 1_000_000_000
+KEPT_SAMPLES = 8
+# A drift of the dispatch floor beyond this is told: the host changed speed during the run.
+DRIFT_TOLD = 0.2
+BASIS = {
+    "host clock": "measured",
+    "device": "absent",
+    "launches": "absent",
+    "telemetry": "absent",
+    "scheduled work": "measured",
+    "queue": "measured",
+    "memory": "measured",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    scenario: Scenario
+    policy: str  # NAME or NAME,key=value,...
+    model: LoadedModel
+    threads: int
+    ceilings: Ceilings | None
+    command: list[str]
+    root: Path  # of runs, when no directory is given
+    directory: Path | None = None
+    force: bool = False
+
+
+@dataclass
+class Watcher:
+    """What sees the run from outside: the client of its text, and whoever shows progress."""
+
+    on_output: Callable[[Output], None] = lambda output: None
+    on_progress: Callable[[StepRecord, int, int], None] = lambda row, done, total: None
+    on_phase: Callable[[str], None] = lambda text: None
+    engine: Engine | None = None  # set while running, so that an interrupt can stop it
+    interrupted: bool = False
+
+    def stop(self) -> None:
+        self.interrupted = True
+        if self.engine is not None:
+            self.engine.stopping = True
+
+
+def limits_of(scenario: Scenario, policy: str, max_context: int) -> Limits:
+    """The scenario's limits with the policy's own settings on top. Raises UsageError."""
+    section = scenario.engine
+    name, settings = parse_policy(policy)
+    policy_named(name)
+    limits = Limits(
+        max_seqs=section.max_seqs,
+        token_budget=section.token_budget,
+        chunk=section.chunk or section.token_budget,
+        max_context=max_context,
+    )
+    known = ("chunk", "token_budget", "max_seqs")
+    for key, value in settings.items():
+        if key not in known or not isinstance(value, int) or value < 1:
+            raise UsageError(
+                f"policy '{policy}': '{key}={value}' is not a setting; "
+                f"give {', '.join(known)} as whole numbers above 0"
+            )
+    changed: dict[str, Any] = dict(settings)
+    return replace(limits, **changed)
+
+
+@dataclass
+class _Session:
+    """The moving parts of one run, and what has to be written when it ends, however it ends."""
+
+    writer: RunWriter
+    recorder: Recorder
+    replay: Replay
+    watcher: Watcher
+    total: int
+    gc: GcEvents
+    load: ForeignLoad
+    last_load: LoadSample
+    samples: dict[int, Sample] = field(default_factory=dict)
+    finished: int = 0
+    flushed_ns: int = 0
+    cores: int = field(default_factory=lambda: len(usable_cpus()))
+
+    def emit(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            self._keep(output)
+            self.watcher.on_output(output)
+
+    def _keep(self, output: Output) -> None:
+        request = output.request.id
+        sample = self.samples.get(request)
+        if sample is None:
+            if len(self.samples) >= KEPT_SAMPLES:
+                return
+            sample = self.samples[request] = Sample(
+                request, self.replay.prompts.get(request, ""), ""
+            )
+        sample.text += output.piece
+        sample.token_ids.append(output.token)
+        sample.pieces.append(output.piece)
+
+    def on_step(self, row: StepRecord) -> None:
+        self.finished += row.num_finished or 0
+        self.watcher.on_progress(row, self.finished, self.total)
+        if row.end_ns - self.flushed_ns >= FLUSH_NS:
+            self.flush(row.end_ns)
+
+    def flush(self, now: int) -> None:
+        """Write what has gathered, and judge the block of steps since the last time."""
+        load = self.load.sample()
+        noise = noise_event(self.last_load, load, self.cores)
+        self.last_load, self.flushed_ns = load, now
+        rows, parts, events = self.recorder.drain()
+        events += self.gc.take() + ([noise] if noise else [])
+        self.writer.append(rows, parts, events)
+        self.writer.requests(self.replay.records)
+
+
+def execute(job: Job, watcher: Watcher) -> Path:
+    """Run it and return the run directory. Raises UsageError before anything is written."""
+    scenario, spec = job.scenario, job.model.spec
+    limits = limits_of(scenario, job.policy, spec.max_context)
+    torch.set_num_threads(job.threads)
+    pages, page_size = scenario.engine.total_pages, scenario.engine.page_size
+    pool = PagePool(pages, page_size)
+    runner = TorchRunner(Decoder(spec, job.model.weights), pages, page_size)
+    watcher.on_phase("measuring the dispatch floor")
+    ceilings = _with_twin(job, limits.max_seqs, page_size)
+    meta = _meta(job, limits, ceilings, pages)
+    directory = job.directory or job.root / meta.run_id
+    _warm_up(runner, pool, limits)
+    replay = Replay(scenario.requests, job.model.tokenizer, spec.vocab)
+    with RunWriter.create(directory, meta, job.force) as writer:
+        clock = HostClock()
+        load = ForeignLoad(clock.now)
+        with GcEvents(clock=clock.now) as gc_events:
+            recorder = Recorder(clock.now, scenario.engine.warmup_steps)
+            session = _Session(
+                writer,
+                recorder,
+                replay,
+                watcher,
+                len(scenario.requests),
+                gc_events,
+                load,
+                load.sample(),
+            )
+            engine = Engine(
+                replay,
+                Scheduler(policy_named(parse_policy(job.policy)[0]), pool, limits, spec.eos_ids),
+                runner,
+                recorder,
+                clock,
+                TokenText(job.model.tokenizer),
+                session.emit,
+                session.on_step,
+            )
+            watcher.engine = engine
+            engine.stopping = watcher.interrupted
+            try:
+                meta.complete = engine.run()
+            except KeyboardInterrupt:
+                watcher.interrupted = True
+            finally:
+                watcher.engine = None
+                _finish(engine, session, meta, clock)
+        _note_drift(job, meta, ceilings, session)
+        writer.meta(meta)
+    return directory
+
+
+def _finish(engine: Engine, session: _Session, meta: RunMeta, clock: HostClock) -> None:
+    """Whatever ended the run, what was observed is written."""
+    engine.abort()
+    unseen = session.replay.drop_rest()
+    if unseen:
+        meta.notes.append(f"{unseen} of {session.total} requests had not arrived when it stopped")
+    meta.samples = list(session.samples.values())
+    session.flush(clock.now())
+    session.writer.meta(meta)
+
+
+def _with_twin(job: Job, max_seqs: int, page_size: int) -> Ceilings | None:
+    """The dispatch floor belongs to the moment, so every run measures its own."""
+    if job.ceilings is None:
+        return None
+    spec = job.model.spec
+    most = min(max_seqs, len(job.scenario.requests))
+    points = measure_twin(spec, twin_batches(most), page_size=page_size)
+    return replace(job.ceilings, twin=tuple(points))
+
+
+def _note_drift(job: Job, meta: RunMeta, ceilings: Ceilings | None, session: _Session) -> None:
+    if ceilings is None or session.watcher.interrupted:
+        return
+    ratio = drift(job.model.spec, ceilings)
+    meta.ceilings = ceilings.to_dict()
+    meta.ceilings["extra"] = {**ceilings.extra, "twin_after_over_before": ratio}
+    if abs(ratio - 1) > DRIFT_TOLD:
+        meta.notes.append(
+            f"the dispatch floor measured after the run is {ratio:.2f} x the one before: "
+            "this host changed its speed meanwhile"
+        )
+
+
+def _warm_up(runner: TorchRunner, pool: PagePool, limits: Limits) -> None:
+    """Touch what a first step would pay for: threads, kernels, the cache's memory."""
+    tokens = min(64, pool.total * pool.page_size, limits.max_context)
+    steps(runner, prefill_plan(tokens, pool.page_size), 1)
+    steps(runner, decode_plan(1, tokens, pool.page_size), 3)
+
+
+def _meta(job: Job, limits: Limits, ceilings: Ceilings | None, pages: int) -> RunMeta:
+    scenario, spec = job.scenario, job.model.spec
+    slo = {"ttft_ms": scenario.slo.ttft_ms, "itl_ms": scenario.slo.itl_ms}
+    return RunMeta(
+        run_id=new_run_id(scenario.name, job.policy),
+        label=job.policy,
+        stamp="MEASURED",
+        created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+        scenario=scenario.name,
+        policy=job.policy,
+        model=spec.to_dict(),
+        device={"kind": "cpu", "threads": job.threads, **describe_host()},
+        engine={
+            "page_size": scenario.engine.page_size,
+            "kv_pages": pages,
+            "max_seqs": limits.max_seqs,
+            "token_budget": limits.token_budget,
+            "chunk": limits.chunk,
+            "dtype": spec.dtype,
+            "graphs": "eager",
+        },
+        command=job.command,
+        seed=scenario.workload.seed,
+        workload={**scenario.to_dict(), "sha256": scenario.sha256()},
+        slo={k: v for k, v in slo.items() if v is not None},
+        ceilings=ceilings.to_dict() if ceilings else None,
+        clock={
+            "source": "time.monotonic_ns",
+            "resolution_ns": clock_resolution_ns(),
+            "timelines": 1,
+        },
+        recorder={
+            "ns_per_step": round(cost_per_step_ns(spec.layers)),
+            "laps_per_step": 10 + 2 * spec.layers,
+        },
+        basis=dict(BASIS),
+        versions=versions(),
+    )
