@@ -135,7 +135,6 @@ class EngineSection:
     max_seqs: int = _count(16, high=65_536)
     token_budget: int = _count(512)
     chunk: int | None = _count(None)
-    prefix_cache: bool = _knob(False, _flag)
     threads: int | None = _count(None, high=4096)
     warmup_steps: int = _count(0, low=0, high=1_000_000)
 

@@ -50,7 +50,7 @@ def _bound(given: Material) -> Answer:
         return Answer(
             question,
             "cannot tell",
-            f"Cannot tell: {percent(share)} {where} cannot be split, because {why}.",
+            f"Cannot tell: {percent(share)} {where} cannot be split, because {why}{_known(terms)}.",
         )
     rest = _two_sides(name, terms)
     if name in ("bandwidth_bound", "launch_bound"):
@@ -59,6 +59,12 @@ def _bound(given: Material) -> Answer:
         return Answer(question, title, f"{sentence}; {rest}.")
     sentence = f"Neither first: {percent(share)} {where} is {TERMS[name]}; {rest}."
     return Answer(question, f"neither: {RULES[name].title}", sentence)
+
+
+def _known(terms: list[tuple[str, float]]) -> str:
+    """The floor is known even where no twin was measured."""
+    floor = dict(terms).get("bandwidth_bound")
+    return f"; {TERMS['bandwidth_bound']} takes {percent(floor)}" if floor else ""
 
 
 def _two_sides(name: str, terms: list[tuple[str, float]]) -> str:

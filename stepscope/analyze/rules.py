@@ -54,7 +54,8 @@ RULES: dict[str, Rule] = {
     ),
     "kv_pressure_bound": Rule(
         "KV-pressure-bound",
-        "Decodes waited in long steps for at least {tail_share} of the time, and those steps "
+        "Decodes waited in steps longer than {tail_factor} x the decode-only median for at least "
+        "{tail_share} of the time, and those steps "
         "compute tokens a second time ({recompute_share} of their prefill or more) or follow a "
         "preemption with {kv_full} of the pages in use.",
         ("tail_factor", "tail_share", "recompute_share", "kv_full"),

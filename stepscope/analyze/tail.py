@@ -110,14 +110,16 @@ def _judge(frame: Frame, delays: list[Delay]) -> None:
 def _cause(frame: Frame, delay: Delay, overlaps: Counter[str]) -> str:
     """Pauses that explain half of the excess come first: the tokens did not cause those."""
     row = frame.rows[delay.index]
-    if delay.long and delay.pause_ns > frame.limits.pause_share * delay.excess_ns:
+    half = frame.limits.pause_share * delay.excess_ns
+    if delay.long and delay.pause_ns > half:
         return max(PAUSES, key=lambda k: overlaps[k])
     if tokens := prefill_tokens(row):
         recomputes = (row.recompute_tokens or 0) >= frame.limits.recompute_share * tokens
         return "recompute" if recomputes else "prefill"
     if follows_preemption(frame, delay.index):
         return "preemption"
-    return max(overlaps, key=lambda k: overlaps[k]) if overlaps else "unknown"
+    enough = [kind for kind in overlaps if kind not in PAUSES and overlaps[kind] > half]
+    return max(enough, key=lambda k: overlaps[k], default="unknown")
 
 
 def follows_preemption(frame: Frame, index: int) -> bool:

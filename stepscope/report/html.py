@@ -77,7 +77,7 @@ def _run(index: int, label: str, run: Run, analysis: Analysis) -> str:
         _figure("gantt", "One step", "", GANTT),
     ]
     pairs = [
-        _figure("roofline", "Roofline", findings.roofline(analysis), _roof_note(run)),
+        _figure("roofline", "Roofline", findings.roofline(analysis), _roof_note(run, analysis)),
         _figure("batch", "Batch size and step time", findings.batch(analysis), BATCH),
         _figure("itl", "Gaps between tokens (ITL)", findings.itl(analysis), ITL),
         _figure("ttft", "Time to the first token", findings.ttft(analysis), TTFT),
@@ -86,9 +86,9 @@ def _run(index: int, label: str, run: Run, analysis: Analysis) -> str:
         f'<main class="run" id="run-{index}" role="tabpanel"{hidden} data-run="{index}">'
         + sections.masthead(run)
         + sections.verdict(analysis)
-        + sections.budget(analysis)
         + sections.evidence(analysis)
         + sections.numbers(analysis)
+        + sections.budget(analysis)
         + sections.ceilings(run, analysis)
         + "".join(wide)
         + f'<div class="grid">{"".join(pairs)}</div>'
@@ -121,9 +121,9 @@ TTFT = "Requests in order of arrival. Where several share a column, the one with
 TRAFFIC = "Bytes that a step reads, the median step per column, on the timeline's axis."
 
 
-def _roof_note(run: Run) -> str:
+def _roof_note(run: Run, analysis: Analysis) -> str:
     return (
-        f"Ceilings: {sections.ceiling_basis(run)} (solid if measured, else dashed). FLOP/s count "
+        f"Ceilings: {sections.ceiling_basis(run, analysis)} (solid if measured, else dashed). FLOP/s count "
         "the step's whole wall time, host included; both axes are logarithmic."
     )
 
@@ -189,7 +189,7 @@ def _cell(row: MetricRow, i: int, same_stamp: bool) -> str:
     return f'<span{count}>{sig(value)} <small class="{word}">{delta * 100:+.1f} %{MARK[word]}</small></span>'
 
 
-MARK = {"better": " +", "worse": " -", "even": ""}
+MARK = {"better": " better", "worse": " worse", "even": ""}
 
 
 def _judge(better: str, delta: float) -> str:

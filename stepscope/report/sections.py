@@ -80,7 +80,7 @@ def verdict(analysis: Analysis) -> str:
 def evidence(analysis: Analysis) -> str:
     found = analysis.verdict
     body = [(esc(e.label), esc(_value(e)), esc(e.threshold or "-")) for e in found.evidence]
-    others = listing([f"{findings.name(n)} {percent(s)}" for n, s in found.runners_up])
+    others = listing([f"{findings.name(n)} {percent(s)}" for n, s in found.runners_up if s >= 0.02])
     notes = [("gain", found.gain), ("advice", found.advice), ("wrong if", found.falsify)]
     if others:
         notes.append(("next", others))
@@ -117,7 +117,7 @@ def numbers(analysis: Analysis) -> str:
     body = [_latency(found) for found in analysis.latency.values()]
     return (
         f'<section><h2>Key numbers</h2><dl class="tiles">{shown}</dl>'
-        + table(head, body, cls="num")
+        + table(head, body, cls="num notes")
         + f'<p class="dim">{esc(_outcome(analysis))}</p></section>'
     )
 
@@ -174,7 +174,7 @@ def budget(analysis: Analysis) -> str:
 
 
 def _bar_label(label: str, share: float) -> str:
-    return f"<b>{esc(label)} {percent(share)}</b>" if share > 0.012 * len(label) + 0.03 else ""
+    return f"<b>{esc(label)} {percent(share)}</b>" if share > 0.0068 * len(label) + 0.03 else ""
 
 
 def ceilings(run: Run, analysis: Analysis) -> str:
@@ -200,14 +200,14 @@ def ceilings(run: Run, analysis: Analysis) -> str:
         for part in (left, right)
     )
     return (
-        f'<section><h2>Ceilings <small>{esc(ceiling_basis(run))}</small></h2>'
+        f'<section><h2>Ceilings <small>{esc(ceiling_basis(run, analysis))}</small></h2>'
         f'<div class="two">{lists}</div>{_what_ifs(analysis)}</section>'
     )
 
 
-def ceiling_basis(run: Run) -> str:
+def ceiling_basis(run: Run, analysis: Analysis) -> str:
     """Where the roof comes from; only a MEASURED run has a measured one."""
-    if run.meta.ceilings is None:
+    if analysis.card.read_bytes_per_s is None:
         return "not measured"
     return {"MEASURED": "measured on this device", "MODELLED": "of the modelled device"}.get(
         run.meta.stamp, "given"

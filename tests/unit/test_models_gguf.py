@@ -113,10 +113,8 @@ def test_tied_head_is_the_embedding(tmp_path: Path, weights: dict[str, tiny.Arra
 
 def test_defaults_of_absent_keys(tmp_path: Path, weights: dict[str, tiny.Array]) -> None:
     """head_dim = hidden / heads, as many kv heads as heads, theta 10000 (GGUF specification)."""
-    for name, array in weights.items():
-        if any(f"{p}_proj" in name for p in "qkvo"):
-            weights[name] = np.zeros((16, 16), np.float32)
-        del array
+    square = np.zeros((16, 16), np.float32)
+    weights |= {n: square for n in weights if "self_attn" in n}
     absent = ["attention.key_length", "attention.value_length", "attention.head_count_kv"]
     metadata = {f"llama.{key}": None for key in [*absent, "rope.freq_base"]}
     tensors = tiny.gguf_weights(weights)
@@ -206,9 +204,7 @@ def test_scaled_rope_frequencies_are_refused(tmp_path: Path) -> None:
         ({"llama.attention.head_count_kv": 3}, "4 heads on 3 kv_heads"),
     ],
 )
-def test_metadata_that_makes_no_model(
-    tmp_path: Path, metadata: dict[str, Any], words: str
-) -> None:
+def test_metadata_that_makes_no_model(tmp_path: Path, metadata: dict[str, Any], words: str) -> None:
     tensors = tiny.gguf_weights(tiny.hf_weights())
     path = tiny.write_gguf(tmp_path / "tiny.gguf", tensors, metadata)
     assert words in load_error(path)

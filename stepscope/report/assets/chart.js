@@ -33,7 +33,7 @@ function linearTicks(low, high, most) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw * 0.999);
   const ticks = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) ticks.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) ticks.push(i * step || 0); // never -0
   return ticks;
 }
 
@@ -111,7 +111,7 @@ function xAxis(g, area, x, ticks, X) {
 function titleAbove(g, area, text) {
   g.textAlign = "left";
   g.textBaseline = "bottom";
-  g.fillText(text, Math.max(2, area.left - 40), area.top - 6);
+  g.fillText(text, Math.max(2, area.left - 40), area.top - 9);
 }
 
 function rule(g, x0, y0, x1, y1) {
@@ -169,13 +169,20 @@ function stripes(g) {
   return g.createPattern(tile, "repeat");
 }
 
+// Entries are [text, colour, shape]; one with a text alone heads a line of its own.
 function legend(figure, entries) {
-  const box = figure.querySelector(".legend");
-  box.replaceChildren(...entries.map(([text, name, shape]) => {
+  const lines = [make("div")];
+  for (const [text, name, shape] of entries) {
+    if (!name) {
+      lines.push(make("div"));
+      lines[lines.length - 1].append(make("b", text));
+      continue;
+    }
     const item = make("span");
     item.append(make("i", null, { class: `swatch ${shape || ""}`, style: `--c:var(--${name},var(--neutral))` }), text);
-    return item;
-  }));
+    lines[lines.length - 1].append(item);
+  }
+  figure.querySelector(".legend").replaceChildren(...lines.filter((line) => line.childNodes.length));
 }
 
 // Places the tip beside the pointer, inside the figure.

@@ -2,7 +2,7 @@
 // The smaller figures. Each takes (run, figure) and draws into its canvas.
 
 const HEIGHT = 300;
-const KIND = { decode: ["p-forward", ""], mixed: ["v-prefill_stall_bound", "square"], prefill: ["p-recv", "ring"] };
+const KIND = { decode: ["r-0", ""], mixed: ["r-1", "square"], prefill: ["r-2", "ring"] };
 
 const bounds = (values) => [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), -Infinity)];
 
@@ -23,7 +23,7 @@ function roofline(run, figure) {
   const { g, area } = stageOf(figure);
   const [x0, x1] = bounds(points.map((p) => p[0])), [y0, y1] = bounds(points.map((p) => p[1]));
   const ridge = run.read_rate && run.gemm_rate ? run.gemm_rate / run.read_rate : x1;
-  const xs = { log: true, low: Math.min(x0, ridge) / 1.6, high: Math.max(x1, ridge) * 1.8, title: "FLOPs per byte read", format: plain };
+  const xs = { log: true, low: Math.min(x0, ridge) / 3, high: Math.max(x1, ridge) * 1.8, title: "FLOPs per byte read", format: plain };
   const top = Math.max(y1, run.gemm_rate || 0, run.read_rate ? run.read_rate * Math.min(ridge, xs.high) : 0);
   const unit = top >= 1e13 ? [1e12, "TFLOP/s"] : [1e9, "GFLOP/s"];
   const ys = { log: true, low: y0 / 1.6 / unit[0], high: (top * 1.7) / unit[0], title: unit[1], format: plain };

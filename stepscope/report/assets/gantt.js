@@ -14,7 +14,7 @@ function gantt(run, figure, index) {
   finding.textContent = `${title}.`;
   canvas.setAttribute("aria-label", `One step. ${title}. ${bars.map((b) => `${b.name} ${ms(b.ns)} ms`).join(", ")}`);
   const row = 21, { g, width } = surface(canvas, bars.length * row + 62);
-  const area = { left: 84, right: width - 66, top: 14, bottom: 14 + bars.length * row };
+  const area = { left: 84, right: width - 24, top: 14, bottom: 14 + bars.length * row };
   const high = Math.max(s.wall[index], ...bars.map((b) => b.from + b.ns)) / 1e6;
   const X = ganttAxis(g, area, Math.max(high, 1e-6));
   bars.forEach((bar, i) => {
@@ -25,8 +25,11 @@ function gantt(run, figure, index) {
     g.textBaseline = "middle";
     g.textAlign = "right";
     g.fillText(bar.name, area.left - 8, y + row / 2);
-    g.textAlign = "left";
-    g.fillText(`${ms(bar.ns)} ms`, x1 + 5, y + row / 2);
+    const text = `${ms(bar.ns)} ms`, room = g.measureText(text).width + 12;
+    const after = x1 + room < width, inside = !after && x1 - x0 > room;
+    if (inside) g.fillStyle = colour("bg");
+    g.textAlign = after ? "left" : "right";
+    g.fillText(text, after ? x1 + 5 : inside ? x1 - 6 : x0 - 5, y + row / 2);
   });
 }
 

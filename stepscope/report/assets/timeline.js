@@ -251,9 +251,9 @@ class Timeline {
     const phases = this.run.phases.filter((n) => s.phases[n].some((v) => v));
     const harm = (v) => (/stall|pressure|pause/.test(v) ? "harm" : "");
     legend(figure, [
-      ...phases.map((n) => [n, `p-${n}`]), ["longest in the column", "dim", "whisk"],
-      ...seen(s.verdict, s.verdicts).filter((v) => v !== "no_load" && v !== "idle").map((v) => [words(v), `v-${v}`, harm(v)]),
-      ["running", "ink", "line"], ["waiting", "accent-2", "dash"], ["KV pages", "kv-line", "dots"],
+      ["phases"], ...phases.map((n) => [n, `p-${n}`]), ["longest in the column", "dim", "whisk"],
+      ["verdict"], ...seen(s.verdict, s.verdicts).filter((v) => v !== "no_load" && v !== "idle").map((v) => [words(v), `v-${v}`, harm(v)]),
+      ["scheduler"], ["running", "ink", "line"], ["waiting", "accent-2", "dash"], ["KV pages", "kv-line", "dots"],
     ]);
   }
 

@@ -1,0 +1,43 @@
+# Two commands matter: `make demo` shows the main job, `make test` is what CI checks.
+# Both start from nothing (own .venv) and reuse what is there the second time.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEMO := runs/demo
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: demo test lint bench gpu-check reports clean
+.DELETE_ON_ERROR:
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit(0 if sys.version_info >= (3, 11) else 'stepscope needs Python 3.11 or newer; give one with PYTHON=python3.11')"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/stepscope run scenarios/quickstart.toml -o $(DEMO) --force
+	$(BIN)/stepscope report $(DEMO) -o $(DEMO)/report.html --force
+	$(BIN)/stepscope report $(DEMO) -o $(DEMO)/report.png --force
+
+test: $(STAMP) lint
+	$(BIN)/stepscope models fetch smollm2-135m
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m tests.bench --output bench.json
+
+gpu-check: $(STAMP)
+	$(BIN)/python -m stepscope.device.gpu_check
+
+reports: $(STAMP)
+	$(BIN)/python -m tests.make_reports
+
+clean:
+	rm -rf $(VENV) runs bench.json build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
