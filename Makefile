@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := runs/demo
+EXAMPLES := quickstart long-prompt-arrives batch-sweep launch-bound
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test lint bench gpu-check reports clean
@@ -37,7 +38,11 @@ gpu-check: $(STAMP)
 	$(BIN)/python -m stepscope.device.gpu_check
 
 reports: $(STAMP)
-	$(BIN)/python -m tests.make_reports
+	for name in $(EXAMPLES); do \
+	  $(BIN)/stepscope run scenarios/$$name.toml -o runs/reports/$$name --force && \
+	  $(BIN)/stepscope report runs/reports/$$name -o reports/$$name.html --force && \
+	  $(BIN)/stepscope report runs/reports/$$name -o reports/$$name.png --force || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) runs bench.json build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -81,9 +81,7 @@ class ModelSpec:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes one token holds in the cache: K and V of every layer."""
-        return (
-            2 * self.layers * self.kv_heads * self.head_dim * ELEMENT_BYTES[self.kv_dtype]
-        )
+        return 2 * self.layers * self.kv_heads * self.head_dim * ELEMENT_BYTES[self.kv_dtype]
 
     def resized(self, **changes: Any) -> ModelSpec:
         """The same model with other dimensions; byte counts as loaded no longer hold."""

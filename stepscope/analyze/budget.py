@@ -7,22 +7,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stepscope.analyze.cost import StepCost
-from stepscope.analyze.frame import Frame
+from stepscope.analyze.frame import Frame, bucket, is_decode_only
 from stepscope.analyze.model import BudgetLine
 from stepscope.records import HOST_PHASES, PHASES, StepRecord
 
 # key -> (label, estimated)
 LINES: dict[str, tuple[str, bool]] = {
-    "weights": ("streaming weights at the read ceiling", True),
-    "kv": ("reading KV cache at the read ceiling", True),
+    "weights": ("weights at the read ceiling", True),
+    "kv": ("KV at the read ceiling", True),
     "compute": ("arithmetic at the GEMM ceiling", True),
-    "dispatch": ("dispatch (the twin's forward)", True),
-    "inefficient": ("kernel inefficiency (rest of forward)", True),
+    "dispatch": ("dispatch (twin)", True),
+    "inefficient": ("kernel inefficiency", True),
     "forward": ("forward, not split", False),
     "gather": ("gather", False),
     "sample": ("sample", False),
     "d2h_wait": ("d2h_wait", False),
     **{name: (name, False) for name in HOST_PHASES},
+    "noise": ("others on the cores", True),
     "unknown": ("phases not observed", False),
 }
 
@@ -36,6 +37,7 @@ VERDICT_OF: dict[str, str] = {
     "inefficient": "kernel_inefficient",
     "forward": "undetermined",
     "unknown": "undetermined",
+    "noise": "cpu_starved",
     "gather": "copy_bound",
     "sample": "sampling_bound",
     "d2h_wait": "host_bound",
@@ -51,6 +53,7 @@ TERMS = {
     "host_bound": "host phases",
     "copy_bound": "gathering KV pages",
     "sampling_bound": "sampling",
+    "cpu_starved": "waiting for cores that other processes took",
     "undetermined": "time that cannot be split",
 }
 
@@ -159,7 +162,27 @@ def budget_of(splits: Iterable[Split]) -> Budget:
 def split_all(frame: Frame) -> list[Split]:
     """Parallel to frame.rows."""
     both = zip(frame.rows, frame.costs, strict=True)
-    return [split_step(row, cost, frame.two_timelines) for row, cost in both]
+    splits = [split_step(row, cost, frame.two_timelines) for row, cost in both]
+    for i in frame.noisy:
+        if is_decode_only(frame.rows[i]):
+            splits[i] = charge_noise(
+                splits[i], frame.rows[i], frame.baseline.of(bucket(frame.rows[i]))
+            )
+    return splits
+
+
+def charge_noise(split: Split, row: StepRecord, baseline_ns: float | None) -> Split:
+    """What a step in a noisy block takes beyond the quiet median is not its kernels' doing.
+
+    It is taken from the part of forward that nothing explains, so at most that much moves.
+    """
+    if baseline_ns is None:
+        return split
+    unexplained = split.get("inefficient", 0)
+    noise = min(unexplained, max(0, round(row.wall_ns - baseline_ns)))
+    if not noise:
+        return split
+    return {**split, "inefficient": unexplained - noise, "noise": noise}
 
 
 def phase_totals(frame: Frame) -> dict[str, int]:

@@ -10,7 +10,8 @@ from stepscope.analyze.budget import Budget
 from stepscope.analyze.frame import Frame, bucket, prefill_tokens
 from stepscope.analyze.model import BatchPoint
 from stepscope.analyze.summary import utilization
-from stepscope.analyze.tail import EventIndex, blocks_decodes, kv_is_full
+from stepscope.analyze.moments import EventIndex
+from stepscope.analyze.tail import blocks_decodes, kv_is_full
 from stepscope.records import HOST_PHASES, RequestRecord
 from stepscope.stats import median
 from stepscope.text import listing, ms, percent, plural, sig

@@ -6,11 +6,13 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from stepscope.analyze.cost import CostModel, StepCost
+from stepscope.analyze.moments import EventIndex
 from stepscope.analyze.thresholds import Thresholds
 from stepscope.errors import StepscopeError
 from stepscope.records import Run, StepRecord
 from stepscope.spec import Ceilings, ModelSpec
 from stepscope.stats import median
+from stepscope.text import plural
 
 
 def prefill_tokens(row: StepRecord) -> int:
@@ -66,7 +68,8 @@ class Frame:
     rows: list[StepRecord]
     costs: list[StepCost]
     working: list[int]
-    decode_only: list[int]
+    decode_only: list[int]  # in quiet blocks, if there are enough of them
+    noisy: set[int]  # steps during which other processes took the cores
     baseline: Baseline
     two_timelines: bool  # device columns are present: forward_ns is launching, not computing
     notes: list[str] = field(default_factory=list)
@@ -101,6 +104,12 @@ def read_ceilings(run: Run) -> Ceilings | None:
     return Ceilings.from_dict(run.meta.ceilings) if run.meta.ceilings else None
 
 
+def noisy_steps(run: Run, rows: list[StepRecord]) -> set[int]:
+    """Indices of steps at least half inside a noise event."""
+    events = EventIndex([e for e in run.events if e.kind == "noise"])
+    return {i for i, row in enumerate(rows) if events.covers(row, "noise")}
+
+
 def build_frame(run: Run, limits: Thresholds) -> Frame:
     """Raises StepscopeError when run.json carries no readable model."""
     spec, ceilings = read_spec(run), read_ceilings(run)
@@ -109,7 +118,10 @@ def build_frame(run: Run, limits: Thresholds) -> Frame:
     first_rank = min((s.rank for s in run.steps), default=0)
     rows = sorted((s for s in run.steps if s.rank == first_rank), key=lambda s: s.begin_ns)
     working = [i for i, row in enumerate(rows) if is_working(row)]
-    decode_only = [i for i in working if is_decode_only(rows[i])]
+    decoding = [i for i in working if is_decode_only(rows[i])]
+    noisy = noisy_steps(run, rows)
+    quiet = [i for i in decoding if i not in noisy]
+    decode_only = quiet if len(quiet) >= limits.min_decode_steps else decoding
     frame = Frame(
         run,
         spec,
@@ -121,9 +133,16 @@ def build_frame(run: Run, limits: Thresholds) -> Frame:
         [model.of(row) for row in rows],
         working,
         decode_only,
+        noisy,
         Baseline([rows[i] for i in decode_only], limits.min_bucket_steps),
         any(r.dev_begin_ns is not None or r.dev_forward_ns is not None for r in rows),
     )
+    if len(decode_only) < len(decoding):
+        left = plural(len(decoding) - len(decode_only), "decode-only step")
+        frame.notes.append(
+            f"{left} ran while other processes took the cores: the decode-only statistics leave "
+            "them out."
+        )
     if len(rows) < len(run.steps):
         frame.notes.append(
             f"Several ranks were recorded; the steps of rank {first_rank} are shown."

@@ -180,9 +180,19 @@ RULES: dict[str, Rule] = {
         "bandwidth_bound: there the floor explains the time. launch_bound: there the twin does.",
         "Run the same shapes with another kernel or dtype: if step time stays, bytes or dispatch "
         "were the limit after all.",
-        "Change the kernels: another dtype (fp32 products can beat bf16 ones on a CPU), a "
-        "compiled forward (stepscope: --graphs compile), or another backend (vLLM and SGLang: "
-        "--attention-backend).",
+        "Change the kernels: another dtype (which one is faster depends on the CPU), a "
+        "compiled forward, or another backend (vLLM and SGLang: --attention-backend).",
+    ),
+    "cpu_starved": Rule(
+        "starved of cores",
+        _LARGEST + "what decode-only steps in noisy blocks take beyond the median of quiet ones, "
+        "as far as nothing else explains it.",
+        (),
+        "time in noisy blocks, the share of the cores that others took there",
+        "kernel_inefficient: there the time is lost on quiet cores as well.",
+        "Run again on an idle machine: the excess must be gone.",
+        "Stop what else runs on these cores, or give the engine cores of its own (taskset); fewer "
+        "threads suffer less.",
     ),
     "undetermined": Rule(
         "undetermined",

@@ -10,12 +10,13 @@ A prefill that runs while nothing decodes delays nobody.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import dataclass
 
 from stepscope.analyze.frame import Frame, bucket, prefill_tokens
-from stepscope.records import Event, StepRecord
+from stepscope.analyze.moments import EventIndex
+from stepscope.records import StepRecord
+from stepscope.stats import median
 
 PAUSES = ("gc", "compile", "alloc", "capture")
 
@@ -42,27 +43,6 @@ def blocks_decodes(row: StepRecord) -> bool:
 
 def concerns_decodes(row: StepRecord) -> bool:
     return row.kind != "prefill" or blocks_decodes(row)
-
-
-class EventIndex:
-    """Which events overlap a span of time. Events of no duration are moments, not causes."""
-
-    def __init__(self, events: list[Event]) -> None:
-        self._events = sorted(
-            (e for e in events if e.end_ns > e.begin_ns), key=lambda e: e.begin_ns
-        )
-        self._begins = [e.begin_ns for e in self._events]
-        self._longest = max((e.end_ns - e.begin_ns for e in self._events), default=0)
-
-    def overlaps(self, begin_ns: int, end_ns: int) -> Counter[str]:
-        """ns of overlap by event kind."""
-        found: Counter[str] = Counter()
-        first = bisect_right(self._begins, begin_ns - self._longest - 1)
-        for event in self._events[first : bisect_left(self._begins, end_ns)]:
-            shared = min(end_ns, event.end_ns) - max(begin_ns, event.begin_ns)
-            if shared > 0:
-                found[event.kind] += shared
-        return found
 
 
 def find_delays(frame: Frame) -> list[Delay]:
@@ -97,6 +77,7 @@ def _close_gap(gap: list[Delay], closing: Delay | None) -> None:
 
 def _judge(frame: Frame, delays: list[Delay]) -> None:
     events = EventIndex(frame.run.events)
+    per_token = _quiet_ns_per_token(frame, delays, events)
     for delay in delays:
         row = frame.rows[delay.index]
         over = (frame.limits.tail_factor - 1) * delay.baseline_ns
@@ -104,16 +85,35 @@ def _judge(frame: Frame, delays: list[Delay]) -> None:
         overlaps = events.overlaps(row.begin_ns, row.end_ns) if delay.long else Counter[str]()
         delay.pause_ns = min(delay.excess_ns, float(sum(overlaps[k] for k in PAUSES)))
         if prefill_tokens(row) or delay.long:
-            delay.cause = _cause(frame, delay, overlaps)
+            delay.cause = _cause(frame, delay, overlaps, per_token)
 
 
-def _cause(frame: Frame, delay: Delay, overlaps: Counter[str]) -> str:
-    """Pauses that explain half of the excess come first: the tokens did not cause those."""
+def _quiet_ns_per_token(frame: Frame, delays: list[Delay], events: EventIndex) -> float | None:
+    """What a prefill token costs running decodes while nobody else uses the cores."""
+    costs = []
+    for delay in delays:
+        row = frame.rows[delay.index]
+        tokens = prefill_tokens(row)
+        if tokens and not events.overlaps(row.begin_ns, row.end_ns)["noise"]:
+            costs.append(delay.excess_ns / tokens)
+    return median(costs)
+
+
+def _cause(
+    frame: Frame, delay: Delay, overlaps: Counter[str], quiet_ns_per_token: float | None
+) -> str:
+    """Pauses that explain half of the excess come first: the tokens did not cause those.
+
+    Nor did they cause what a quiet machine shows them not to cost: that is noise.
+    """
     row = frame.rows[delay.index]
     half = frame.limits.pause_share * delay.excess_ns
     if delay.long and delay.pause_ns > half:
         return max(PAUSES, key=lambda k: overlaps[k])
     if tokens := prefill_tokens(row):
+        usual = tokens * (quiet_ns_per_token or delay.excess_ns)
+        if overlaps["noise"] > half and delay.excess_ns > frame.limits.noise_factor * usual:
+            return "noise"
         recomputes = (row.recompute_tokens or 0) >= frame.limits.recompute_share * tokens
         return "recompute" if recomputes else "prefill"
     if follows_preemption(frame, delay.index):

@@ -19,6 +19,7 @@ class Thresholds:
     idle_share: float = 0.50  # idle rows / wall of the run
     stall_factor: float = 0.5  # harmful: the gap grew by more than this multiple of the median
     stall_min_ns: int = 1_000_000  # ... and by more than this
+    noise_factor: float = 3.0  # a prefill step this much costlier than on quiet cores is noise
     itl_gap_factor: float = 4.0  # a gap this many times its request's median is a stall
     mixed_within: float = 0.15  # two top terms this close, as a share of the step
     host_gap: float = 0.10

@@ -271,6 +271,7 @@ def _sentence(found: Findings, name: str, sub: str, share: float) -> str:
         "kernel_inefficient": "what neither bytes, arithmetic nor dispatch explain of forward is",
         "copy_bound": "gathering KV pages takes",
         "sampling_bound": "sampling takes",
+        "cpu_starved": "waiting for cores that other processes took is",
         "host_bound": f"host phases, first of all {sub}, take",
     }
     mean = ms(found.budget.mean_ns)
@@ -303,7 +304,8 @@ def _evidence(found: Findings, name: str, sub: str, share: float) -> tuple[Evide
             Evidence("floor / forward", floor / inside * 100 if inside else None, "%"),
             Evidence("dispatch", budget.share("dispatch") * 100, "% of time"),
         )
-    key = {"copy_bound": "gather", "sampling_bound": "sample"}.get(name, sub)
+    named = {"copy_bound": "gather", "sampling_bound": "sample", "cpu_starved": "noise"}
+    key = named.get(name, sub)
     return (
         first,
         Evidence(f"{key} per step", budget.ns.get(key, 0) / budget.steps / 1e6, "ms"),

@@ -43,7 +43,12 @@ def ceilings(
     status = StatusLine()
     loaded = load_model(model, dtype, progress=status.show)
     count = thread_count(threads)
-    measured = load_or_measure(loaded.spec, count, refresh=refresh, progress=lambda what, share: status.show(f"measuring {what}"))
+    measured = load_or_measure(
+        loaded.spec,
+        count,
+        refresh=refresh,
+        progress=lambda what, share: status.show(f"measuring {what}"),
+    )
     measured = replace(measured, twin=tuple(measure_twin(loaded.spec, (1, 4, 16))))
     status.clear()
     if json:

@@ -51,9 +51,7 @@ def compare(
     gates.judge_deltas(rules, result)
 
 
-def load(
-    refs: list[str], root: Path
-) -> tuple[list[tuple[str, Run, Analysis]], Comparison | None]:
+def load(refs: list[str], root: Path) -> tuple[list[tuple[str, Run, Analysis]], Comparison | None]:
     """The runs by their labels, analysed, and their comparison where there are several.
 
     A directory that holds runs (one per policy) stands for all of them.

@@ -47,8 +47,7 @@ def _policies() -> list[tuple[str, str]]:
     from stepscope.engine.policies import POLICIES
 
     return [
-        (name, " ".join((policy.assign.__doc__ or "").split()))
-        for name, policy in POLICIES.items()
+        (name, " ".join((policy.assign.__doc__ or "").split())) for name, policy in POLICIES.items()
     ]
 
 
@@ -85,7 +84,8 @@ def _runs() -> list[tuple[str, str]]:
     return [
         (
             path.name,
-            f"{meta.scenario}, {meta.label}, {meta.stamp}" + ("" if meta.complete else ", incomplete"),
+            f"{meta.scenario}, {meta.label}, {meta.stamp}"
+            + ("" if meta.complete else ", incomplete"),
         )
         for path, meta in found
     ]
@@ -100,7 +100,7 @@ def explain(
     name = verdict.replace("-", "_")
     if name in RULES:
         rule = RULES[name]
-        parts = (
+        parts: tuple[tuple[str, str], ...] = (
             ("", rule.title),
             ("rule", rule_text(name)),
             ("evidence", rule.evidence),

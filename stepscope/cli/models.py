@@ -18,7 +18,9 @@ def register(app: typer.Typer) -> None:
 
 def fetch(
     name: Annotated[str, typer.Argument(help="A name from `stepscope models list`.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Check the sha256 of a cached file.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check the sha256 of a cached file.")
+    ] = False,
 ) -> None:
     """Fetch a model, check it, and put it into the cache."""
     from stepscope.models.fetch import fetch as fetch_model

@@ -17,7 +17,9 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    runs: Annotated[list[str], typer.Argument(help="Runs, each a directory, id prefix, or 'last'.")],
+    runs: Annotated[
+        list[str], typer.Argument(help="Runs, each a directory, id prefix, or 'last'.")
+    ],
     output: Annotated[
         Path, typer.Option("-o", "--output", help="FILE.html, FILE.png or FILE.md.")
     ] = Path("report.html"),

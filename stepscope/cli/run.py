@@ -188,9 +188,7 @@ def _run_all(
     with _interruptible(watcher):
         for policy in policies:
             directory = output / slug(policy) if output and several else output
-            job = Job(
-                scenario, policy, model, threads, ceilings, sys.argv, RUNS, directory, force
-            )
+            job = Job(scenario, policy, model, threads, ceilings, sys.argv, RUNS, directory, force)
             paths.append(_run_one(job, watcher, status, execute))
             if watcher.interrupted:
                 break

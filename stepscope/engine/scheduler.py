@@ -11,6 +11,7 @@ from stepscope.engine.kv import PagePool
 from stepscope.engine.plan import Slice, StepPlan
 from stepscope.engine.policies import Policy, View
 from stepscope.engine.request import Request
+from stepscope.records import PartKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,5 +207,5 @@ def _append(plan: StepPlan, request: Request, tokens: int) -> None:
     if request.decoding:
         plan.decodes.append(Slice(request, start, tokens, "decode", samples))
     else:
-        kind = "recompute" if recomputed else "prefill"
+        kind: PartKind = "recompute" if recomputed else "prefill"
         plan.prefills.append(Slice(request, start, tokens, kind, samples, recomputed))

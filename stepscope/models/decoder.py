@@ -80,7 +80,9 @@ class Decoder:
     def _rotate(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Rotate q and k in place. The sign of rotate-half lives in the sine table."""
         spec = self.spec
-        both = qkv[:, : self.rotated_width].unflatten(1, (-1, spec.head_dim))
+        heads = spec.heads + spec.kv_heads
+        # A view, not a reshape: it must write into qkv, so it raises rather than copy.
+        both = qkv[:, : self.rotated_width].view(-1, heads, spec.head_dim)
         rolled = both.roll(spec.head_dim // 2, -1)
         both.mul_(cos).addcmul_(rolled, sin)
 

@@ -23,7 +23,8 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
     with np.errstate(over="ignore"):
         seed = np.asarray([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64)
         mixed = _splitmix(seed) + np.asarray(positions, dtype=np.uint64)
-        return (_splitmix(mixed) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        bits: np.ndarray = _splitmix(mixed) >> np.uint64(11)
+        return bits.astype(np.float64) * 2.0**-53
 
 
 def _splitmix(x: np.ndarray) -> np.ndarray:

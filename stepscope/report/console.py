@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -16,6 +17,8 @@ LATENCIES = ("ttft", "itl", "tpot")
 MOST_STALLS = 5
 MOST_SAMPLES = 3
 SAMPLE_CHARS = 220
+INDENT = 10
+LEAST_SHARE = 0.02  # smaller parts of the step are summed up as the rest
 
 
 def show(console: Console, run: Run, analysis: Analysis, next_command: str) -> None:
@@ -27,34 +30,44 @@ def show(console: Console, run: Run, analysis: Analysis, next_command: str) -> N
     _step_lines(console, run, analysis)
     _stalls(console, analysis)
     _remarks(console, run, analysis)
-    console.print(Text(f"next: {next_command}", style="dim"))
+    console.print(Text(f"next: {next_command}", "dim", no_wrap=True, overflow="ignore"))
+
+
+def _line(console: Console, label: str, text: str, style: str = "") -> None:
+    """`label    text`, folded with a hanging indent so that labels stand alone on the left."""
+    rows = textwrap.wrap(
+        printable(text), max(30, console.width - INDENT), break_on_hyphens=False
+    ) or [""]
+    for row in rows:
+        console.print(Text.assemble((f"{label:<{INDENT}}", "bold"), (row, style)))
+        label = ""
 
 
 def _headline(console: Console, meta: RunMeta, analysis: Analysis) -> None:
-    model, device = meta.model, meta.device
-    through = analysis.throughput
-    left = f"{model['name']} {model['dtype']} on {device.get('kind', '?')}"
-    if device.get("threads"):
-        left += f" ({plural(device['threads'], 'thread')})"
-    requests = sum(analysis.finish_reasons.values())
-    line = Text(left, style="bold")
-    line.append(f"   policy {meta.label}", style="not bold")
-    line.append(
-        f"   {plural(requests, 'request')}   {plural(through.steps, 'step')}   "
-        f"{sig(through.wall_ns / 1e9)} s   ",
-        style="not bold",
+    model, device, through = meta.model, meta.device, analysis.throughput
+    threads = f" ({plural(device['threads'], 'thread')})" if device.get("threads") else ""
+    console.print(
+        Text.assemble(
+            (f"{model['name']} {model['dtype']} on {device.get('kind', NA)}{threads}", "bold"),
+            f"   policy {meta.label}   ",
+            (meta.stamp, "bold reverse"),
+        )
     )
-    line.append(meta.stamp, style="bold reverse")
+    requests = plural(sum(analysis.finish_reasons.values()), "request")
+    text = f"{requests}   {plural(through.steps, 'step')}   {sig(through.wall_ns / 1e9)} s"
+    if through.idle_ns:
+        text += f", {sig(through.idle_ns / 1e9)} s of it idle"
     if not meta.complete:
-        line.append(" INCOMPLETE: the run was interrupted", style="bold")
-    console.print(line)
+        text += "   INCOMPLETE: the run was interrupted"
+    console.print(text)
 
 
 def _answers(console: Console, analysis: Analysis) -> None:
-    console.print()
     for number, answer in enumerate(analysis.answers, 1):
-        console.print(Text.assemble((f"{number} {answer.question}", "bold")))
-        console.print(Text(f"  {answer.sentence}"))
+        console.print()
+        console.print(Text(f"{number}  {answer.question}", "bold"))
+        for row in textwrap.wrap(answer.sentence, max(30, console.width - 3)):
+            console.print(Text(f"   {row}"))
 
 
 def _verdict(console: Console, analysis: Analysis) -> None:
@@ -62,32 +75,32 @@ def _verdict(console: Console, analysis: Analysis) -> None:
     console.print()
     name = verdict.name.replace("_", "-") + (f" ({verdict.sub})" if verdict.sub else "")
     share = "" if verdict.share is None else f"   {percent(verdict.share)} of time"
-    console.print(Text.assemble(("verdict  ", "bold"), (name, "bold"), share))
-    console.print(Text(f"         {verdict.sentence}"))
+    _line(console, "verdict", name + share, "bold")
+    _line(console, "", verdict.sentence)
     numbers = [
         f"{e.label} {sig(e.value)} {e.unit}".strip() + (f" ({e.threshold})" if e.threshold else "")
         for e in verdict.evidence[:3]
     ]
     if numbers:
-        console.print(Text("         " + "; ".join(numbers)))
+        _line(console, "evidence", "; ".join(numbers))
     if verdict.runners_up:
-        console.print(
-            Text(
-                "         next: "
-                + ", ".join(f"{n.replace('_', '-')} {percent(s)}" for n, s in verdict.runners_up[:3])
-            )
-        )
-    for label, text in (("gain", verdict.gain), ("try", verdict.advice), ("wrong if", verdict.falsify)):
+        others = (f"{n.replace('_', '-')} {percent(s)}" for n, s in verdict.runners_up[:3])
+        _line(console, "then", ", ".join(others))
+    for label, text in (
+        ("gain", verdict.gain),
+        ("try", verdict.advice),
+        ("wrong if", verdict.falsify),
+        ("more", f"stepscope explain {verdict.name}"),
+    ):
         if text:
-            console.print(Text.assemble((f"{label:<9}", "dim"), text))
-    console.print(Text(f"         stepscope explain {verdict.name}", style="dim"))
+            _line(console, label, text)
 
 
 def _latency(console: Console, analysis: Analysis) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("")
+    table.add_column("", min_width=INDENT - 1)
     for head in ("p50", "p90", "p99", "max", "n"):
-        table.add_column(head, justify="right", no_wrap=True)
+        table.add_column(head, justify="right", no_wrap=True, min_width=7)
     table.add_column("", overflow="fold")
     for name in LATENCIES:
         row = analysis.latency.get(name)
@@ -103,35 +116,32 @@ def _percentiles(row: Latency) -> list[str]:
 
 def _step_lines(console: Console, run: Run, analysis: Analysis) -> None:
     through, card = analysis.throughput, analysis.card
-    total = sum(line.ns for line in analysis.budget)
     console.print()
-    parts = "  ".join(
-        f"{line.label} {percent(line.share)}{'*' if line.estimated else ''}"
-        for line in sorted(analysis.budget, key=lambda x: -x.ns)
-        if total and line.share >= 0.005
-    )
-    console.print(Text.assemble(("step     ", "bold"), f"{ms(through.mean_step_ns)} ms mean   {parts}"))
+    lines = sorted(analysis.budget, key=lambda line: -line.ns)
+    shown = [x for x in lines if x.share >= LEAST_SHARE]
+    parts = [f"{x.label} {percent(x.share)}{'*' if x.estimated else ''}" for x in shown]
+    if len(shown) < len(lines):
+        parts.append(f"rest {percent(sum(x.share for x in lines if x not in shown))}")
+    _line(console, "step", f"{ms(through.mean_step_ns)} ms mean: " + ", ".join(parts))
+    if any(x.estimated for x in shown):
+        _line(console, "", "* estimated from ceilings and twin, not from a clock around it", "dim")
     if card.bound_ns is not None:
         share = card.bound_ns / through.mean_step_ns if through.mean_step_ns else None
-        console.print(
-            Text.assemble(
-                ("bound    ", "bold"),
-                f"{ms(card.bound_ns)} ms to stream {size(card.weight_bytes)} of weights at "
-                f"{size(card.read_bytes_per_s)}/s (measured)   {percent(share)} of the mean step",
-            )
+        _line(
+            console,
+            "bound",
+            f"{ms(card.bound_ns)} ms to read {size(card.weight_bytes)} of weights at "
+            f"{size(card.read_bytes_per_s)}/s (measured): {percent(share)} of the mean step",
         )
-    console.print(
-        Text.assemble(
-            ("rate     ", "bold"),
-            f"{sig(through.output_tokens_per_s)} output tok/s   MBU {percent(through.mbu)}   "
-            f"MFU {percent(through.mfu)}   recorder "
-            f"{sig(run.meta.recorder.get('ns_per_step', float('nan')) / 1e3)} us/step",
-        )
+    cost = run.meta.recorder.get("ns_per_step")
+    _line(
+        console,
+        "rate",
+        f"{sig(through.output_tokens_per_s)} output tok/s   MBU {percent(through.mbu)}   MFU "
+        f"{percent(through.mfu)}   recorder {sig(cost / 1e3 if cost else None)} us/step",
     )
-    if any(line.estimated for line in analysis.budget):
-        console.print(Text("         * from ceilings and twin, not from a clock around it", "dim"))
     for what in analysis.what_ifs:
-        console.print(Text.assemble(("what if  ", "bold"), what.sentence))
+        _line(console, "what if", what.sentence)
 
 
 def _stalls(console: Console, analysis: Analysis) -> None:
@@ -144,47 +154,49 @@ def _stalls(console: Console, analysis: Analysis) -> None:
         table.add_column(head, justify="left" if head in ("cause", "culprit") else "right")
     for stall in harmful[:MOST_STALLS]:
         culprits = ", ".join(f"#{c}" for c in stall.culprits[:3]) or NA
-        cause = f"{stall.cause}, {stall.prefill_tokens:,} tokens" if stall.prefill_tokens else stall.cause
+        tokens = f", {plural(stall.prefill_tokens, 'token')}" if stall.prefill_tokens else ""
+        waited = plural(len(stall.victims), "request")
         table.add_row(
-            f"{stall.step:,}", ms(stall.excess_ns), cause, culprits, plural(len(stall.victims), "request")
+            f"{stall.step:,}", ms(stall.excess_ns), stall.cause + tokens, culprits, waited
         )
     console.print(table)
     left = len(harmful) - MOST_STALLS
     if left > 0:
-        console.print(Text(f"and {left:,} more; the report lists them", style="dim"))
+        console.print(Text(f"and {left:,} more; the report lists them", "dim"))
 
 
 def _remarks(console: Console, run: Run, analysis: Analysis) -> None:
-    lines = [f"failed   {error}" for _, error in analysis.failures[:MOST_STALLS]]
+    console.print()
+    for _, error in analysis.failures[:MOST_STALLS]:
+        _line(console, "failed", error)
     if len(analysis.failures) > MOST_STALLS:
-        lines.append(f"         and {len(analysis.failures) - MOST_STALLS} more failed requests")
+        _line(console, "", f"and {len(analysis.failures) - MOST_STALLS} more failed requests")
     if analysis.late_admissions:
         request, waited = analysis.late_admissions[0]
         count = plural(len(analysis.late_admissions), "request")
-        lines.append(
-            f"late     {count} admitted more than one step after arrival; "
-            f"the worst, #{request}, after {ms(waited)} ms"
+        _line(
+            console,
+            "late",
+            f"{count} admitted more than one step after arrival; the worst, #{request}, after "
+            f"{ms(waited)} ms",
         )
     if analysis.preemptions:
-        lines.append(
-            f"preempt  {plural(analysis.preemptions, 'preemption')}, "
-            f"{analysis.recomputed_tokens:,} tokens computed again"
-        )
-    lines += [f"note     {note}" for note in [*run.meta.notes, *analysis.notes]]
-    if lines:
-        console.print()
-    for line in lines:
-        console.print(Text(printable(line)))
+        count = plural(analysis.preemptions, "preemption")
+        _line(console, "preempt", f"{count}, {analysis.recomputed_tokens:,} tokens computed again")
+    for flag, sentence in analysis.flags:
+        _line(console, "flag", f"{flag}: {sentence}")
+    for note in [*run.meta.notes, *analysis.notes]:
+        _line(console, "note", note)
 
 
 def samples(console: Console, meta: RunMeta) -> None:
     """What a few requests said."""
     for sample in meta.samples[:MOST_SAMPLES]:
-        text = printable(sample.text.strip()).replace("\n", " ")
+        text = " ".join(printable(sample.text).split())
         cut = text[:SAMPLE_CHARS] + ("..." if len(text) > SAMPLE_CHARS else "")
-        prompt = printable(sample.prompt.strip()).replace("\n", " ")[:70]
-        console.print(Text.assemble((f"#{sample.request} {prompt}", "bold")))
-        console.print(Text(f"   {cut}"))
+        prompt = " ".join(printable(sample.prompt).split())[:60] or "(synthetic prompt)"
+        _line(console, f"#{sample.request}", prompt, "bold")
+        _line(console, "", cut or "(no text)")
     if meta.samples:
         console.print()
 
@@ -192,7 +204,18 @@ def samples(console: Console, meta: RunMeta) -> None:
 def steps_table(views: Iterable[StepView]) -> Table:
     """One line per step: kind, batch, wall time and its largest phases in ms."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    heads = ("step", "kind", "batch", "context", "ms", "forward", "gather", "sample", "rest", "verdict")
+    heads = (
+        "step",
+        "kind",
+        "batch",
+        "context",
+        "ms",
+        "forward",
+        "gather",
+        "sample",
+        "rest",
+        "verdict",
+    )
     for head in heads:
         table.add_column(head, justify="left" if head in ("kind", "verdict") else "right")
     named = [PHASES.index(p) for p in ("forward", "gather", "sample")]
@@ -221,7 +244,9 @@ def token_table(run: Run, analysis: Analysis) -> Table:
     views = [v for v in analysis.steps if v.output_tokens]
     for piece, view in zip(sample.pieces, views, strict=False):
         ns = dict(zip(PHASES, view.phases, strict=True))
-        host = sum(ns[p] or 0 for p in ("recv", "schedule", "prepare", "d2h_wait", "commit", "other"))
+        host = sum(
+            ns[p] or 0 for p in ("recv", "schedule", "prepare", "d2h_wait", "commit", "other")
+        )
         table.add_row(
             repr(piece)[1:-1] or "(held back)",
             ms(view.wall_ns),
@@ -234,7 +259,9 @@ def token_table(run: Run, analysis: Analysis) -> Table:
     return table
 
 
-def comparison(console: Console, result: Comparison, metrics: list[str] | None, changed: bool) -> None:
+def comparison(
+    console: Console, result: Comparison, metrics: list[str] | None, changed: bool
+) -> None:
     """Runs side by side; the first is the baseline of every delta."""
     verdict = "comparable: yes" if not result.differences else "comparable: no"
     console.print(Text(verdict, style="bold"))

@@ -119,7 +119,9 @@ def step_columns(run: Run, rows: Sequence[Row]) -> dict[str, Any]:
 
 def _device_lane(run: Run, views: Sequence[StepView]) -> dict[str, Any]:
     """Device spans of the steps shown, where the run has a device timeline at all."""
-    spans = {s.step: (s.dev_begin_ns, s.dev_end_ns) for s in run.steps if s.dev_begin_ns is not None}
+    spans = {
+        s.step: (s.dev_begin_ns, s.dev_end_ns) for s in run.steps if s.dev_begin_ns is not None
+    }
     if not spans:
         return {}
     shown = [spans.get(v.step, (None, None)) for v in views]
@@ -134,7 +136,9 @@ def gaps(itl_ns: Sequence[int], most: int = MOST_GAPS) -> list[list[int]]:
         ranks = list(range(n))
     else:
         body = most - 200
-        ranks = sorted({round(i * (n - 1) / (body - 1)) for i in range(body)} | set(range(n - 200, n)))
+        ranks = sorted(
+            {round(i * (n - 1) / (body - 1)) for i in range(body)} | set(range(n - 200, n))
+        )
     return [[ordered[r], r + 1] for r in ranks]
 
 

@@ -137,13 +137,13 @@ def budget(axes: Any, run: Run, analysis: Analysis) -> None:
         colour = light(palette.budget(line.key))
         axes.barh([0], [line.share * 100], left=at, height=0.55, color=colour, edgecolor="white",
                   linewidth=0.8, hatch="////" if line.estimated else "",
-                  label=f"{line.label} {percent(line.share)}")  # fmt: skip
+                  label=f"{line.label} {percent(line.share)}" if line.share >= 0.01 else "_")  # fmt: skip
         at += line.share * 100
-    style(axes, "Where the time goes (hatched: estimated)", "% of the time of all working steps")
+    style(axes, "Where the time of all working steps goes, % (hatched: estimated)")
     axes.set_yticks([])
     axes.set_xlim(0, 100)
     axes.grid(visible=False)
-    legend(axes, loc="upper left", bbox_to_anchor=(0, -0.3), ncols=5, columnspacing=1.4)
+    legend(axes, loc="upper left", bbox_to_anchor=(0, -0.3), ncols=4, columnspacing=1.4)
 
 
 def roofline(axes: Any, run: Run, analysis: Analysis) -> None:
@@ -255,7 +255,7 @@ def traffic(axes: Any, run: Run, analysis: Analysis) -> None:
     x = [v.begin_ns / 1e9 for v in shown]
     axes.stackplot(x, [v.weight_bytes / 1e6 for v in shown], [v.kv_bytes / 1e6 for v in shown],
                    labels=["weights", "KV cache"], linewidth=0,
-                   colors=[light(palette.BUDGET["weights"]), light(palette.BUDGET["kv"])])  # fmt: skip
+                   colors=[light(palette.BUDGET[k]) for k in ("weights", "kv")])  # fmt: skip
     style(axes, "Weights and KV cache", "time since the start of the run, s", "MB per step")
     axes.margins(x=0, y=0.25)
     legend(axes, loc="upper left", ncols=2)

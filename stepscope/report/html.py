@@ -14,7 +14,7 @@ from importlib.resources import files
 from stepscope.analyze.model import Analysis, Comparison, MetricRow
 from stepscope.records import Run
 from stepscope.report import embed, findings, palette, sections
-from stepscope.report.sections import esc, table
+from stepscope.report.sections import esc, prose, table
 from stepscope.text import NA, sig
 
 SCRIPTS = ("data.js", "chart.js", "timeline.js", "gantt.js", "figures.js", "tables.js", "page.js")
@@ -106,8 +106,8 @@ TIMELINE = (
     "held. Hover for numbers, click to open a step, drag to pan."
 )
 GANTT = (
-    "Phases are the totals of the step, in loop order; they are exclusive and sum to its wall time. "
-    "Left and right arrow keys go to the neighbouring step."
+    "Phases are the totals of the step, in loop order; they are exclusive and sum to its wall "
+    "time. Left and right arrow keys go to the neighbouring step."
 )
 BATCH = (
     "Decode-only steps: median, with p10 to p90 as bars. The bound is the larger of bytes and "
@@ -123,8 +123,8 @@ TRAFFIC = "Bytes that a step reads, the median step per column, on the timeline'
 
 def _roof_note(run: Run, analysis: Analysis) -> str:
     return (
-        f"Ceilings: {sections.ceiling_basis(run, analysis)} (solid if measured, else dashed). FLOP/s count "
-        "the step's whole wall time, host included; both axes are logarithmic."
+        f"Ceilings: {sections.ceiling_basis(run, analysis)} (solid if measured, else dashed). "
+        "FLOP/s count the step's whole wall time, host included; both axes are logarithmic."
     )
 
 
@@ -133,7 +133,7 @@ def _figure(name: str, title: str, finding: str, note: str) -> str:
     focus = ' tabindex="0"' if name in ("timeline", "gantt") else ""
     return (
         f'<figure class="fig {name}" data-figure="{name}"><h2>{title}</h2>'
-        f'<p class="finding">{esc(finding)}</p>{buttons}<div class="legend"></div>'
+        f'<p class="finding">{prose(finding)}</p>{buttons}<div class="legend"></div>'
         f'<div class="stage"><canvas role="img"{focus} aria-label="{esc(f"{title}. {finding}")}">'
         f'</canvas><div class="tip" hidden></div></div><figcaption>{esc(note)}</figcaption>'
         '<details class="data"><summary>The data as a table</summary></details></figure>'
@@ -171,11 +171,19 @@ def _stamped(found: Comparison, stamp: str) -> str:
     """Runs of one stamp in one table: measured and modelled numbers never share one."""
     columns = [i for i, s in enumerate(found.stamps) if s == stamp]
     body = [
-        (esc(row.metric), esc(row.unit), *(_cell(row, i, stamp == found.stamps[0]) for i in columns))
+        (
+            esc(row.metric),
+            esc(_unit(row)),
+            *(_cell(row, i, stamp == found.stamps[0]) for i in columns),
+        )
         for row in found.rows
     ]
     head = ["metric", "unit", *(found.labels[i] for i in columns)]
     return table(head, body, caption=stamp, cls="num compare")
+
+
+def _unit(row: MetricRow) -> str:
+    return f"{row.unit}, {row.better} is better" if row.better else row.unit
 
 
 def _cell(row: MetricRow, i: int, same_stamp: bool) -> str:
@@ -185,14 +193,4 @@ def _cell(row: MetricRow, i: int, same_stamp: bool) -> str:
         return f"<span{count}>{NA}</span>"
     if delta is None or i == 0 or not same_stamp:
         return f"<span{count}>{sig(value)}</span>"
-    word = _judge(row.better, delta)
-    return f'<span{count}>{sig(value)} <small class="{word}">{delta * 100:+.1f} %{MARK[word]}</small></span>'
-
-
-MARK = {"better": " better", "worse": " worse", "even": ""}
-
-
-def _judge(better: str, delta: float) -> str:
-    if not better or delta == 0:
-        return "even"
-    return "better" if (delta < 0) == (better == "lower") else "worse"
+    return f"<span{count}>{sig(value)} <small>{delta * 100:+.1f} %</small></span>"

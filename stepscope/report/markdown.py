@@ -89,7 +89,8 @@ def _numbers(analysis: Analysis) -> list[str]:
     line = (
         f"{sig(through.output_tokens_per_s)} output tokens/s, step p50 {ms(through.p50_step_ns)} "
         f"ms, MBU {percent(through.mbu)}, MFU {percent(through.mfu)}, "
-        f"weights {size(analysis.card.weight_bytes)} per step, bound {ms(analysis.card.bound_ns)} ms"
+        f"weights {size(analysis.card.weight_bytes)} per step, "
+        f"bound {ms(analysis.card.bound_ns)} ms"
     )
     head = ["ms", "mean", "p50", "p90", "p95", "p99", "max", "n"]
     return ["## Numbers", esc(line), table(head, rows)]
@@ -112,7 +113,7 @@ def _stalls(analysis: Analysis) -> list[str]:
     if harmful:
         rows = [
             (s.step, ms(s.wall_ns), ms(s.excess_ns), s.cause, f"{s.prefill_tokens:,}",
-             listing([str(i) for i in s.culprits]) or NA, len(s.victims))
+             listing([str(i) for i in s.culprits]) or "-", len(s.victims))
             for s in harmful[:MOST_STALLS]
         ]  # fmt: skip
         head = ["step", "ms", "excess ms", "cause", "prefill tokens", "culprits", "victims"]
@@ -120,7 +121,9 @@ def _stalls(analysis: Analysis) -> list[str]:
     rest = len(analysis.stalls) - min(len(harmful), MOST_STALLS)
     if rest:
         harmless = len(analysis.stalls) - len(harmful)
-        blocks.append(f"{plural(rest, 'more')}, {harmless:,} of them harmless.".replace("mores", "more"))
+        blocks.append(
+            f"{plural(rest, 'more')}, {harmless:,} of them harmless.".replace("mores", "more")
+        )
     return blocks
 
 
@@ -140,7 +143,9 @@ def _comparison(found: Comparison) -> str:
             (row.metric, row.unit, *(_cell(row, i, stamp == found.stamps[0]) for i in mine))
             for row in found.rows
         ]
-        blocks.append(f"{stamp}:\n\n" + table(["metric", "unit", *(found.labels[i] for i in mine)], rows))
+        blocks.append(
+            f"{stamp}:\n\n" + table(["metric", "unit", *(found.labels[i] for i in mine)], rows)
+        )
     return "\n\n".join([*blocks, *("* " + esc(n) for n in found.notes)])
 
 

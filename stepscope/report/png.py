@@ -78,8 +78,8 @@ def _head(
         question = "\n".join(textwrap.wrap(f"{i + 1}. {_plain(answer.question, 100)}", 52))
         part.text(x, 0.52, question, fontsize=8.5, color=figures.DIM, linespacing=1.25, **place)
         part.text(x, 0.37, _plain(answer.short, 44), fontsize=11, fontweight="bold", **place)
-    part.text(0.015, 0.24, _numbers(analysis), fontsize=9.5, **place)
-    part.text(0.015, 0.12, _compared(comparison), fontsize=9, color=figures.DIM, **place)
+    part.text(0.015, 0.23, _numbers(analysis), fontsize=9.5, **place)
+    part.text(0.015, 0.13, _compared(comparison), fontsize=8.5, color=figures.DIM, **place)
 
 
 def _numbers(analysis: Analysis) -> str:
@@ -93,16 +93,26 @@ def _numbers(analysis: Analysis) -> str:
     return "      ".join([*parts, f"MBU {percent(through.mbu)}", f"MFU {percent(through.mfu)}"])
 
 
+COMPARED = ("p99_ttft", "p99_itl", "output_tokens_per_s")
+
+
 def _compared(comparison: Comparison | None) -> str:
-    """Only named here; its table is in the HTML and Markdown reports."""
-    if comparison is None:
+    """A line per metric over the runs of the first one's stamp; other stamps never join it."""
+    if comparison is None or len(comparison.labels) < 2:
         return ""
-    names = ", ".join(_plain(name, 30) for name in comparison.labels)
-    return f"Compared with in the HTML and Markdown reports: {names}"
+    mine = [i for i, s in enumerate(comparison.stamps) if s == comparison.stamps[0]][:5]
+    return "\n".join(
+        f"{row.metric} {row.unit}:   "
+        + "   ".join(f"{_plain(comparison.labels[i], 22)} {sig(row.values[i])}" for i in mine)
+        for row in comparison.rows
+        if row.metric in COMPARED
+    )
 
 
 def _footer(drawn: Any, label: str, run: Run) -> None:
-    text = f"{_plain(label, 60)}   {findings.model(run)} on {findings.device(run)}   {run.meta.stamp}"
+    text = (
+        f"{_plain(label, 60)}   {findings.model(run)} on {findings.device(run)}   {run.meta.stamp}"
+    )
     drawn.supxlabel(text, fontsize=8, color=figures.DIM, x=0.01, ha="left", parse_math=False)
 
 

@@ -18,6 +18,11 @@ def esc(value: object) -> str:
     return html.escape(printable(str(value)), quote=True)
 
 
+def prose(text: str) -> str:
+    """Escaped, and a number stays on one line with its per cent sign."""
+    return esc(text).replace(" %", "&nbsp;%")
+
+
 def rows(cells: Iterable[Sequence[str]], tag: str = "td") -> str:
     """Table rows from ready markup; the first cell is the row's header."""
     return "".join(
@@ -31,7 +36,9 @@ def rows(cells: Iterable[Sequence[str]], tag: str = "td") -> str:
     )
 
 
-def table(head: Sequence[str], body: Iterable[Sequence[str]], caption: str = "", cls: str = "") -> str:
+def table(
+    head: Sequence[str], body: Iterable[Sequence[str]], caption: str = "", cls: str = ""
+) -> str:
     """A table that scrolls inside itself on a narrow screen. Cells are ready markup."""
     title = f"<caption>{esc(caption)}</caption>" if caption else ""
     top = "".join(f'<th scope="col">{esc(h)}</th>' for h in head)
@@ -66,13 +73,13 @@ def verdict(analysis: Analysis) -> str:
     found = analysis.verdict
     cards = "".join(
         f'<li><p class="q">{i}. {esc(a.question)}</p><p class="short">{esc(a.short)}</p>'
-        f"<p>{esc(a.sentence)}</p></li>"
+        f"<p>{prose(a.sentence)}</p></li>"
         for i, a in enumerate(analysis.answers, 1)
     )
     return (
         f'<section class="verdict" style="--mark:var(--v-{esc(found.name)},var(--neutral))">'
         f'<p class="kicker">verdict <b>{esc(findings.headline(analysis))}</b></p>'
-        f'<p class="sentence">{esc(found.sentence)}</p></section>'
+        f'<p class="sentence">{prose(found.sentence)}</p></section>'
         f'<ol class="answers">{cards}</ol>'
     )
 
@@ -84,7 +91,7 @@ def evidence(analysis: Analysis) -> str:
     notes = [("gain", found.gain), ("advice", found.advice), ("wrong if", found.falsify)]
     if others:
         notes.append(("next", others))
-    terms = "".join(f"<dt>{k}</dt><dd>{esc(v or NA)}</dd>" for k, v in notes)
+    terms = "".join(f"<dt>{k}</dt><dd>{prose(v or NA)}</dd>" for k, v in notes)
     flags = "".join(f"<dt>{esc(f)}</dt><dd>{esc(s)}</dd>" for f, s in analysis.flags)
     flagged = f'<details><summary>{plural(len(analysis.flags), "flag")}</summary><dl class="flags">'
     return (
@@ -180,7 +187,9 @@ def _bar_label(label: str, share: float) -> str:
 def ceilings(run: Run, analysis: Analysis) -> str:
     card = analysis.card
     gflops = None if card.gemm_flops is None else card.gemm_flops / 1e9
-    per_second = [f"{size(r)}/s" if r else NA for r in (card.read_bytes_per_s, card.gemv_bytes_per_s)]
+    per_second = [
+        f"{size(r)}/s" if r else NA for r in (card.read_bytes_per_s, card.gemv_bytes_per_s)
+    ]
     left = [
         ("weights a step reads", size(card.weight_bytes)),
         ("KV cache per token", size(card.kv_bytes_per_token)),
@@ -193,14 +202,17 @@ def ceilings(run: Run, analysis: Analysis) -> str:
         ("that is, tokens/s at batch 1", sig(card.bound_tokens_per_s)),
         ("dispatch at batch 1 (twin), ms", ms(card.twin_ns)),
         ("compute takes over at batch", sig(card.critical_batch)),
-        ("MBU / MFU of this run", f"{percent(analysis.throughput.mbu)} / {percent(analysis.throughput.mfu)}"),
+        (
+            "MBU / MFU of this run",
+            f"{percent(analysis.throughput.mbu)} / {percent(analysis.throughput.mfu)}",
+        ),
     ]
     lists = "".join(
         '<dl class="card">' + "".join(f"<dt>{k}</dt><dd>{esc(v)}</dd>" for k, v in part) + "</dl>"
         for part in (left, right)
     )
     return (
-        f'<section><h2>Ceilings <small>{esc(ceiling_basis(run, analysis))}</small></h2>'
+        f"<section><h2>Ceilings <small>{esc(ceiling_basis(run, analysis))}</small></h2>"
         f'<div class="two">{lists}</div>{_what_ifs(analysis)}</section>'
     )
 
@@ -218,7 +230,13 @@ def _what_ifs(analysis: Analysis) -> str:
     if not analysis.what_ifs:
         return ""
     body = [
-        (esc(w.change), ms(w.before_ns), ms(w.after_ns), "token" if w.per_token else "step", esc(w.sentence))
+        (
+            esc(w.change),
+            ms(w.before_ns),
+            ms(w.after_ns),
+            "token" if w.per_token else "step",
+            esc(w.sentence),
+        )
         for w in analysis.what_ifs
     ]
     return "<h3>What if <small>estimated from the budget, never measured</small></h3>" + table(
@@ -233,8 +251,8 @@ def stalls(analysis: Analysis) -> str:
     if harmful:
         out += _stall_table(harmful)
     if harmless:
-        out += f"<details><summary>{plural(len(harmless), 'harmless one')}: within the threshold</summary>"
-        out += _stall_table(harmless) + "</details>"
+        title = f"{plural(len(harmless), 'harmless one')}: within the threshold"
+        out += f"<details><summary>{title}</summary>{_stall_table(harmless)}</details>"
     return out + "</section>"
 
 
@@ -248,13 +266,22 @@ def _stall_table(found: Sequence[Stall]) -> str:
             ms(s.excess_ns),
             esc(s.cause),
             f"{s.prefill_tokens:,}",
-            esc(listing([str(i) for i in s.culprits]) or NA),
-            f'<span title="{esc(listing([str(i) for i in s.victims], 40))}">{len(s.victims)}</span>',
+            esc(listing([str(i) for i in s.culprits]) or "-"),
+            f'<span title="{listing([str(i) for i in s.victims], 40)}">{len(s.victims)}</span>',
             esc(s.detail),
         )
         for s in found[:MOST_STALLS]
     ]
-    head = ["", "at s", "ms", "usual ms", "excess ms", "cause", "prefill tokens", "culprit requests"]
+    head = [
+        "",
+        "at s",
+        "ms",
+        "usual ms",
+        "excess ms",
+        "cause",
+        "prefill tokens",
+        "culprit requests",
+    ]
     more = len(found) - len(body)
     note = f'<p class="dim">and {more:,} more, smaller ones.</p>' if more else ""
     return table([*head, "victims", ""], body, cls="num prose") + note
@@ -286,5 +313,7 @@ def limits(run: Run, analysis: Analysis) -> str:
     return (
         "<section><h2>Limits of this run</h2>"
         f'<p>{esc(findings.recorder(run))}</p><dl class="flags">{absent}</dl><ul>{notes}</ul>'
-        "<details><summary>How it was run</summary>" + table(["", ""], body) + "</details></section>"
+        "<details><summary>How it was run</summary>"
+        + table(["", ""], body)
+        + "</details></section>"
     )

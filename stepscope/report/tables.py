@@ -58,7 +58,9 @@ def step_table(view: StepView) -> Table:
 
 def _csv(rows: Sequence[dict[str, Any]], names: Sequence[str] = ()) -> str:
     out = io.StringIO()
-    writer = csv.DictWriter(out, names or list(rows[0]) if rows or names else [], lineterminator="\n")
+    writer = csv.DictWriter(
+        out, names or list(rows[0]) if rows or names else [], lineterminator="\n"
+    )
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()

@@ -26,7 +26,9 @@ def decode_plan(batch: int, context: int, page_size: int) -> StepPlan:
 
 def prefill_plan(tokens: int, page_size: int) -> StepPlan:
     """One whole prompt of so many tokens."""
-    request = Request(RequestRecord(id=0, arrival_ns=0, prompt_tokens=tokens), [1] * tokens, Sampling())
+    request = Request(
+        RequestRecord(id=0, arrival_ns=0, prompt_tokens=tokens), [1] * tokens, Sampling()
+    )
     request.pages = array("q", range(-(-tokens // page_size)))
     return StepPlan(prefills=[Slice(request, 0, tokens, "prefill", samples=True)], running=1)
 

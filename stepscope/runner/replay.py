@@ -83,7 +83,8 @@ class Replay:
         return self._tokenizer.encode(spec.prompt)
 
     def _synthetic(self, spec: RequestSpec) -> list[int]:
-        """Exactly so many tokens: prose from a seeded place on, or seeded ids without a tokenizer."""
+        """Exactly so many tokens: prose from a seeded place on, or seeded ids where there is no
+        tokenizer."""
         count = spec.prompt_tokens or 0
         rng = random.Random(spec.seed)
         if not self._prose:

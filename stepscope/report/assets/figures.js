@@ -134,7 +134,7 @@ function ttft(run, figure) {
   const { g, area } = stageOf(figure);
   const total = t.queue.map((q, i) => q + t.prefill[i]);
   const columns = Math.min(n, Math.floor((area.right - area.left) / 3));
-  const high = Math.max(...total.map((v) => v / 1e6), 1e-3);
+  const high = Math.max(bounds(total)[1] / 1e6, 1e-3);
   const box = plot(g, area, { low: 0, high: n, hide: true }, { low: 0, high: high * 1.05, title: "ms to the first token" });
   const queue = colour("neutral"), prefill = colour("p-forward"), hatch = stripes(g), spots = [];
   for (let c = 0; c < columns; c++) {

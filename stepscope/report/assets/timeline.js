@@ -205,7 +205,7 @@ class Timeline {
 
   drawQueue(g) {
     const s = this.run.steps, area = this.queue, pages = this.run.kv_total_pages;
-    const value = (list) => this.columns.map((c) => [(c.x0 + c.x1) / 2, list[c.middle]]).filter((p) => known(p[1]));
+    const value = (list) => this.columns.filter((c) => known(list[c.middle])).flatMap((c) => [[c.x0, list[c.middle]], [c.x1, list[c.middle]]]);
     const running = value(s.running), waiting = value(s.waiting), used = value(s.kv_used_pages);
     const high = Math.max(1, ...running.map((p) => p[1]), ...waiting.map((p) => p[1]));
     const box = plot(g, area,
