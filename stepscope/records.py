@@ -124,9 +124,9 @@ class RequestRecord:
     client: str = ""
     priority: int = 0
     queued_ns: int | None = None  # when the engine's recv phase picked it up
-    admitted_ns: int | None = None  # begin of the first step that computed a token of it
+    admitted_ns: int | None = None  # begin of the first step that computed a token of it, or queued_ns
     first_token_ns: int | None = None
-    finished_ns: int | None = None
+    finished_ns: int | None = None  # its last token was out, or it failed
     output_tokens: int = 0
     cached_tokens: int | None = None
     preemptions: int = 0

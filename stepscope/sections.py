@@ -136,6 +136,7 @@ class EngineSection:
     token_budget: int = _count(512)
     chunk: int | None = _count(None)
     threads: int | None = _count(None, high=4096)
+    products: str = _knob("auto", _text, choices=("auto", "plain", "onednn"))
     warmup_steps: int = _count(0, low=0, high=1_000_000)
 
     @property

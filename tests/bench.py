@@ -19,8 +19,8 @@ import torch
 
 from stepscope.device.ceilings import load_or_measure
 from stepscope.device.host import describe_host
-from stepscope.models.decoder import Decoder
 from stepscope.models.load import LoadedModel, load_model
+from stepscope.runner.execute import build_decoder
 from stepscope.runner.probe import decode_plan, steps
 from stepscope.runner.torch_runner import TorchRunner
 
@@ -123,10 +123,10 @@ def paired(a: Callable[[], list[float]], b: Callable[[], list[float]]) -> dict[s
 
 def rows(dtype: str, batches: list[int], context: int, threads: int) -> list[dict[str, Any]]:
     model = load_model("smollm2-135m", dtype)
-    other = hugging_face(model)
+    other = hugging_face(model)  # before the decoder takes the weights
     ceilings = load_or_measure(model.spec, threads)
     pages = max(batches) * -(-context // PAGE_SIZE)
-    runner = TorchRunner(Decoder(model.spec, model.weights), pages, PAGE_SIZE)
+    runner = TorchRunner(build_decoder(model, "auto"), pages, PAGE_SIZE)
     found = []
     for batch in batches:
         result = paired(ours(runner, batch, context), theirs(other, batch, context))

@@ -109,7 +109,7 @@ def gguf_weights(weights: Mapping[str, Array]) -> dict[str, Array]:
             array = interleaved(array, HEADS)
         if "k_proj" in name:
             array = interleaved(array, KV_HEADS)
-        renamed[names.get_name(name, (".weight",))] = array
+        renamed[str(names.get_name(name, (".weight",)))] = array
     return renamed
 
 

@@ -38,6 +38,7 @@ def ceilings(
     from stepscope.device.ceilings import load_or_measure
     from stepscope.models.load import load_model
     from stepscope.report.card import card_text
+    from stepscope.runner.execute import build_decoder
     from stepscope.runner.twin import measure_twin
 
     status = StatusLine()
@@ -49,7 +50,8 @@ def ceilings(
         refresh=refresh,
         progress=lambda what, share: status.show(f"measuring {what}"),
     )
-    measured = replace(measured, twin=tuple(measure_twin(loaded.spec, (1, 4, 16))))
+    products = build_decoder(loaded, "auto").products
+    measured = replace(measured, twin=tuple(measure_twin(loaded.spec, (1, 4, 16), products)))
     status.clear()
     if json:
         print_json(measured.to_dict())

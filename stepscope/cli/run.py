@@ -162,7 +162,7 @@ def _run_all(
     from stepscope.cli.ceilings import thread_count
     from stepscope.device.ceilings import load_or_measure
     from stepscope.models.load import load_model
-    from stepscope.runner.execute import Job, Watcher, execute, limits_of
+    from stepscope.runner.execute import Job, Watcher, build_decoder, execute, limits_of
     from stepscope.store import slug
 
     policies = scenario.engine.policies
@@ -180,6 +180,7 @@ def _run_all(
         ceilings = load_or_measure(
             model.spec, threads, progress=lambda what, share: status.show(f"measuring {what}")
         )
+    decoder = build_decoder(model, scenario.engine.products)
     several = len(policies) > 1
     paths: list[Path] = []
     watcher = Watcher(on_progress=status.step, on_phase=status.say)
@@ -188,7 +189,18 @@ def _run_all(
     with _interruptible(watcher):
         for policy in policies:
             directory = output / slug(policy) if output and several else output
-            job = Job(scenario, policy, model, threads, ceilings, sys.argv, RUNS, directory, force)
+            job = Job(
+                scenario,
+                policy,
+                decoder,
+                model.tokenizer,
+                threads,
+                ceilings,
+                sys.argv,
+                RUNS,
+                directory,
+                force,
+            )
             paths.append(_run_one(job, watcher, status, execute))
             if watcher.interrupted:
                 break

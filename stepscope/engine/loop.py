@@ -133,8 +133,9 @@ class Engine:
         """Stamp the requests and write the row: what this takes is `other`."""
         recorder = self.recorder
         for piece in plan.slices:
-            if piece.request.record.admitted_ns is None:
-                piece.request.record.admitted_ns = recorder.begin_ns
+            record = piece.request.record
+            if record.admitted_ns is None:  # one that came after the row began is not admitted before
+                record.admitted_ns = max(recorder.begin_ns, record.queued_ns or 0)
         for request, _ in results:
             if request.record.first_token_ns is None:
                 request.record.first_token_ns = recorder.mark
@@ -148,7 +149,7 @@ class Engine:
         scheduler = self.scheduler
         if scheduler.waiting and not scheduler.running and not scheduler.ended:
             scheduler.fail_head()
-        elif not scheduler.busy:
+        elif not scheduler.busy and not scheduler.ended:  # what just failed ends before the wait
             self._wait_for_arrival()
         self.recorder.lap(RECV)
         self._finish_row(self.recorder.end_idle())
@@ -160,13 +161,15 @@ class Engine:
 
     def _finish_row(self, row: StepRecord) -> None:
         row.kv_total_pages = self.scheduler.pool.total
-        row.num_finished = self._take_ended()
+        row.num_finished = self._take_ended(
+            row.end_ns if row.emitted_ns is None else row.emitted_ns
+        )
         self.on_step(row)
 
-    def _take_ended(self) -> int:
+    def _take_ended(self, now: int) -> int:
         ended, self.scheduler.ended = self.scheduler.ended, []
         for request in ended:
-            request.record.finished_ns = self.recorder.mark
+            request.record.finished_ns = now
             self.recorder.end_request(request.id)
         return len(ended)
 
@@ -176,5 +179,5 @@ class Engine:
     def abort(self) -> None:
         """End whatever has not ended; does nothing after a run that is complete."""
         self.scheduler.abort_all()
-        self._take_ended()
+        self._take_ended(self.recorder.mark)
         self.recorder.end_all()

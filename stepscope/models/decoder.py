@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from stepscope.engine.plan import Lap
 from stepscope.models.attention import AttentionBatch, attend
 from stepscope.models.kv_cache import KvCache
+from stepscope.models.linear import Linear
 from stepscope.records import FORWARD, GATHER
 from stepscope.spec import ModelSpec
 
@@ -21,26 +22,30 @@ from stepscope.spec import ModelSpec
 @dataclass(slots=True)
 class Layer:
     attn_norm: torch.Tensor
-    qkv: torch.Tensor
-    o: torch.Tensor
+    qkv: Linear
+    o: Linear
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Linear
+    down: Linear
 
 
 class Decoder:
-    """Weights by their canonical names (see `models.load`), each held once."""
+    """Takes the weights out of a dict of canonical names (see `models.load`): held once.
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, torch.Tensor]) -> None:
+    products: plain or onednn, see `models.linear`.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: dict[str, torch.Tensor], products: str = "plain"
+    ) -> None:
         self.spec = spec
-        self.embed = weights["embed"]
-        self.final_norm = weights["final_norm"]
-        self.head = weights.get("head", self.embed)
-        names = Layer.__dataclass_fields__
-        self.layers = [
-            Layer(**{name: weights[f"layers.{i}.{name}"] for name in names})
-            for i in range(spec.layers)
-        ]
+        self.products = products
+        self.embed = weights.pop("embed")
+        self.final_norm = weights.pop("final_norm")
+        # A tied head is looked up by row as well, so it keeps the plain layout.
+        head = weights.pop("head", None)
+        self.head = Linear(self.embed if head is None else head, products, head is not None)
+        self.layers = [_take_layer(weights, i, products) for i in range(spec.layers)]
         self.cos, self.sin = rope_tables(spec, self.embed.dtype)
         self.heads_width = spec.heads * spec.head_dim
         self.rotated_width = (spec.heads + spec.kv_heads) * spec.head_dim
@@ -60,20 +65,20 @@ class Decoder:
         sin = self.sin.index_select(0, positions).unsqueeze(1)
         x = self.embed.index_select(0, tokens)
         for index, layer in enumerate(self.layers):
-            qkv = F.linear(F.rms_norm(x, size, layer.attn_norm, eps), layer.qkv)
+            qkv = layer.qkv(F.rms_norm(x, size, layer.attn_norm, eps))
             self._rotate(qkv, cos, sin)
             cache.write(index, batch.write_slots, qkv[:, self.heads_width :])
             lap(FORWARD)
             context = cache.gather(index, batch.read_slots)
             lap(GATHER)
             attended = attend(spec, qkv[:, : self.heads_width], context, batch)
-            x = x + F.linear(attended, layer.o)
-            gate_up = F.linear(F.rms_norm(x, size, layer.mlp_norm, eps), layer.gate_up)
+            x = x + layer.o(attended)
+            gate_up = layer.gate_up(F.rms_norm(x, size, layer.mlp_norm, eps))
             gate, up = gate_up.chunk(2, -1)
-            x = x + F.linear(F.silu(gate).mul_(up), layer.down)
+            x = x + layer.down(F.silu(gate).mul_(up))
         if batch.sampled_rows is not None:
             x = x.index_select(0, batch.sampled_rows)
-        logits = F.linear(F.rms_norm(x, size, self.final_norm, eps), self.head)
+        logits = self.head(F.rms_norm(x, size, self.final_norm, eps))
         lap(FORWARD)
         return logits
 
@@ -85,6 +90,20 @@ class Decoder:
         both = qkv[:, : self.rotated_width].view(-1, heads, spec.head_dim)
         rolled = both.roll(spec.head_dim // 2, -1)
         both.mul_(cos).addcmul_(rolled, sin)
+
+
+def _take_layer(weights: dict[str, torch.Tensor], index: int, products: str) -> Layer:
+    def take(name: str) -> torch.Tensor:
+        return weights.pop(f"layers.{index}.{name}")
+
+    return Layer(
+        attn_norm=take("attn_norm"),
+        qkv=Linear(take("qkv"), products),
+        o=Linear(take("o"), products),
+        mlp_norm=take("mlp_norm"),
+        gate_up=Linear(take("gate_up"), products),
+        down=Linear(take("down"), products),
+    )
 
 
 def rope_tables(spec: ModelSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,8 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         seed = np.asarray([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64)
         mixed = _splitmix(seed) + np.asarray(positions, dtype=np.uint64)
         bits: np.ndarray = _splitmix(mixed) >> np.uint64(11)
-        return bits.astype(np.float64) * 2.0**-53
+        # 53 bits are what a float64 holds exactly.
+        return np.ldexp(bits.astype(np.float64), -53)
 
 
 def _splitmix(x: np.ndarray) -> np.ndarray:

@@ -44,7 +44,7 @@ def reduce_steps(
     """
     if len(views) <= most:
         return [(v, v.begin_ns, v.end_ns, 1, v.wall_ns) for v in views], ""
-    size = math.ceil(len(views) / max(1, most - len(keep))) * 2
+    size = math.ceil(len(views) / max(1, most - 2 * len(keep)))  # each cuts a group in two
     rows: list[Row] = []
     group: list[StepView] = []
     for view in views:
@@ -65,7 +65,7 @@ def reduce_steps(
     )
 
 
-def standing_out(analysis: Analysis, most: int = MOST_STEPS // 4) -> set[int]:
+def standing_out(analysis: Analysis, most: int = MOST_STEPS // 8) -> set[int]:
     """Stalls, and the steps longer than 1.5 times their baseline, the worst first."""
     long = sorted(
         (v for v in analysis.steps if v.excess_ns * 3 > v.wall_ns), key=lambda v: -v.excess_ns

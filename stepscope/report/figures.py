@@ -76,6 +76,12 @@ def columns(views: Sequence[StepView], most: int = MOST_BARS) -> list[list[StepV
     return list(found.values())
 
 
+def spans(groups: Sequence[Sequence[StepView]]) -> tuple[list[float], list[float]]:
+    """Where each column begins and how wide it is, in seconds."""
+    left = [group[0].begin_ns / 1e9 for group in groups]
+    return left, [(group[-1].end_ns - group[0].begin_ns) / 1e9 for group in groups]
+
+
 def middle_step(group: Sequence[StepView]) -> StepView:
     return sorted(group, key=lambda v: v.wall_ns)[(len(group) - 1) // 2]
 
@@ -87,8 +93,7 @@ def timeline(axes: Any, run: Run, analysis: Analysis) -> None:
         empty(axes, "Steps over time", findings.timeline(analysis))
         return
     shown = [middle_step(group) for group in groups]
-    left = [group[0].begin_ns / 1e9 for group in groups]
-    width = [(group[-1].end_ns - group[0].begin_ns) / 1e9 for group in groups]
+    left, width = spans(groups)
     base = [0.0] * len(shown)
     for i, name in enumerate(PHASES):
         part = [(v.phases[i] or 0) / 1e6 for v in shown]
@@ -135,9 +140,10 @@ def budget(axes: Any, run: Run, analysis: Analysis) -> None:
     at = 0.0
     for line in lines:
         colour = light(palette.budget(line.key))
+        label = f"{line.label} {percent(line.share)}" if line.share >= 0.01 else "_"  # unnamed
         axes.barh([0], [line.share * 100], left=at, height=0.55, color=colour, edgecolor="white",
                   linewidth=0.8, hatch="////" if line.estimated else "",
-                  label=f"{line.label} {percent(line.share)}" if line.share >= 0.01 else "_")  # fmt: skip
+                  label=label)  # fmt: skip
         at += line.share * 100
     style(axes, "Where the time of all working steps goes, % (hatched: estimated)")
     axes.set_yticks([])
@@ -252,10 +258,13 @@ def traffic(axes: Any, run: Run, analysis: Analysis) -> None:
         empty(axes, "Weights and KV cache", findings.traffic(analysis))
         return
     shown = [middle_step(group) for group in groups]
-    x = [v.begin_ns / 1e9 for v in shown]
-    axes.stackplot(x, [v.weight_bytes / 1e6 for v in shown], [v.kv_bytes / 1e6 for v in shown],
-                   labels=["weights", "KV cache"], linewidth=0,
-                   colors=[light(palette.BUDGET[k]) for k in ("weights", "kv")])  # fmt: skip
+    left, width = spans(groups)
+    weights = [v.weight_bytes / 1e6 for v in shown]
+    cache = [v.kv_bytes / 1e6 for v in shown]
+    place = {"width": width, "align": "edge", "linewidth": 0}
+    axes.bar(left, weights, label="weights", color=light(palette.BUDGET["weights"]), **place)
+    axes.bar(left, cache, bottom=weights, label="KV cache", color=light(palette.BUDGET["kv"]),
+             **place)  # fmt: skip
     style(axes, "Weights and KV cache", "time since the start of the run, s", "MB per step")
     axes.margins(x=0, y=0.25)
     legend(axes, loc="upper left", ncols=2)

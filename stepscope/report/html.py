@@ -101,7 +101,7 @@ def _run(index: int, label: str, run: Run, analysis: Analysis) -> str:
 
 
 TIMELINE = (
-    "Each column stacks the phases of the median step in it; the thin line above reaches the "
+    "Each column stacks the phases of the median step in it; a thin line leads to the "
     "longest. The strip below shows verdicts by share of time; below it, what the scheduler "
     "held. Hover for numbers, click to open a step, drag to pan."
 )

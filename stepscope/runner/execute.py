@@ -28,7 +28,9 @@ from stepscope.engine.recorder import Recorder, cost_per_step_ns
 from stepscope.engine.scheduler import Limits, Scheduler
 from stepscope.errors import UsageError
 from stepscope.models.decoder import Decoder
+from stepscope.models.linear import choose_products
 from stepscope.models.load import LoadedModel
+from stepscope.models.tokenizer import TextTokenizer
 from stepscope.records import RunMeta, Sample, StepRecord
 from stepscope.runner.probe import decode_plan, prefill_plan, steps
 from stepscope.runner.replay import Replay, TokenText
@@ -57,7 +59,8 @@ BASIS = {
 class Job:
     scenario: Scenario
     policy: str  # NAME or NAME,key=value,...
-    model: LoadedModel
+    decoder: Decoder
+    tokenizer: TextTokenizer | None
     threads: int
     ceilings: Ceilings | None
     command: list[str]
@@ -80,6 +83,14 @@ class Watcher:
         self.interrupted = True
         if self.engine is not None:
             self.engine.stopping = True
+
+
+def build_decoder(model: LoadedModel, products: str) -> Decoder:
+    """Takes the model's weights. products: auto measures which kind is faster here."""
+    if products == "auto":
+        linears = [w for name, w in model.weights.items() if w.dim() == 2 and name != "embed"]
+        products = choose_products(linears)
+    return Decoder(model.spec, model.weights, products)
 
 
 def limits_of(scenario: Scenario, policy: str, max_context: int) -> Limits:
@@ -158,18 +169,18 @@ class _Session:
 
 def execute(job: Job, watcher: Watcher) -> Path:
     """Run it and return the run directory. Raises UsageError before anything is written."""
-    scenario, spec = job.scenario, job.model.spec
+    scenario, spec = job.scenario, job.decoder.spec
     limits = limits_of(scenario, job.policy, spec.max_context)
     torch.set_num_threads(job.threads)
     pages, page_size = scenario.engine.total_pages, scenario.engine.page_size
     pool = PagePool(pages, page_size)
-    runner = TorchRunner(Decoder(spec, job.model.weights), pages, page_size)
+    runner = TorchRunner(job.decoder, pages, page_size)
     watcher.on_phase("measuring the dispatch floor")
     ceilings = _with_twin(job, limits.max_seqs, page_size)
     meta = _meta(job, limits, ceilings, pages)
     directory = job.directory or job.root / meta.run_id
     _warm_up(runner, pool, limits)
-    replay = Replay(scenario.requests, job.model.tokenizer, spec.vocab)
+    replay = Replay(scenario.requests, job.tokenizer, spec.vocab)
     with RunWriter.create(directory, meta, job.force) as writer:
         clock = HostClock()
         load = ForeignLoad(clock.now)
@@ -191,7 +202,7 @@ def execute(job: Job, watcher: Watcher) -> Path:
                 runner,
                 recorder,
                 clock,
-                TokenText(job.model.tokenizer),
+                TokenText(job.tokenizer),
                 session.emit,
                 session.on_step,
             )
@@ -224,16 +235,16 @@ def _with_twin(job: Job, max_seqs: int, page_size: int) -> Ceilings | None:
     """The dispatch floor belongs to the moment, so every run measures its own."""
     if job.ceilings is None:
         return None
-    spec = job.model.spec
+    spec, products = job.decoder.spec, job.decoder.products
     most = min(max_seqs, len(job.scenario.requests))
-    points = measure_twin(spec, twin_batches(most), page_size=page_size)
+    points = measure_twin(spec, twin_batches(most), products, page_size=page_size)
     return replace(job.ceilings, twin=tuple(points))
 
 
 def _note_drift(job: Job, meta: RunMeta, ceilings: Ceilings | None, session: _Session) -> None:
     if ceilings is None or session.watcher.interrupted:
         return
-    ratio = drift(job.model.spec, ceilings)
+    ratio = drift(job.decoder.spec, ceilings, job.decoder.products)
     meta.ceilings = ceilings.to_dict()
     meta.ceilings["extra"] = {**ceilings.extra, "twin_after_over_before": ratio}
     if abs(ratio - 1) > DRIFT_TOLD:
@@ -251,7 +262,7 @@ def _warm_up(runner: TorchRunner, pool: PagePool, limits: Limits) -> None:
 
 
 def _meta(job: Job, limits: Limits, ceilings: Ceilings | None, pages: int) -> RunMeta:
-    scenario, spec = job.scenario, job.model.spec
+    scenario, spec = job.scenario, job.decoder.spec
     slo = {"ttft_ms": scenario.slo.ttft_ms, "itl_ms": scenario.slo.itl_ms}
     return RunMeta(
         run_id=new_run_id(scenario.name, job.policy),
@@ -270,6 +281,7 @@ def _meta(job: Job, limits: Limits, ceilings: Ceilings | None, pages: int) -> Ru
             "chunk": limits.chunk,
             "dtype": spec.dtype,
             "graphs": "eager",
+            "products": job.decoder.products,
         },
         command=job.command,
         seed=scenario.workload.seed,

@@ -32,16 +32,17 @@ def twin_batches(most: int) -> list[int]:
     return batches if batches[-1] == most else [*batches, most]
 
 
-def twin_runner(spec: ModelSpec, tokens: int, page_size: int) -> TorchRunner:
+def twin_runner(spec: ModelSpec, products: str, tokens: int, page_size: int) -> TorchRunner:
     """A runner of the twin whose cache holds so many tokens."""
     small = twin_spec(spec)
-    decoder = Decoder(small, random_weights(small, small.dtype, seed=0))
+    decoder = Decoder(small, random_weights(small, small.dtype, seed=0), products)
     return TorchRunner(decoder, -(-tokens // page_size), page_size)
 
 
 def measure_twin(
     spec: ModelSpec,
     batches: Sequence[int],
+    products: str,
     contexts: Sequence[int] = CONTEXTS,
     page_size: int = 16,
     progress: Callable[[str], None] = lambda text: None,
@@ -49,7 +50,7 @@ def measure_twin(
     """Median phases of decode steps at each batch and context (both capped by the model)."""
     fitting = sorted({min(c, spec.max_context) for c in contexts})
     most = max(batches) * (fitting[-1] + page_size)
-    runner = twin_runner(spec, most, page_size)
+    runner = twin_runner(spec, products, most, page_size)
     points = []
     for context in fitting:
         for batch in batches:
@@ -58,10 +59,11 @@ def measure_twin(
     return points
 
 
-def drift(spec: ModelSpec, ceilings: Ceilings, page_size: int = 16) -> float:
+def drift(spec: ModelSpec, ceilings: Ceilings, products: str, page_size: int = 16) -> float:
     """The dispatch floor now over the one in `ceilings`, at its smallest batch and context."""
     before = min(ceilings.twin, key=lambda p: (p.context, p.batch))
-    runner = twin_runner(spec, before.batch * (before.context + page_size), page_size)
+    tokens = before.batch * (before.context + page_size)
+    runner = twin_runner(spec, products, tokens, page_size)
     now = _point(runner, before.batch, before.context, page_size)
     return now.forward_ns / before.forward_ns
 

@@ -120,7 +120,8 @@ def test_the_median_step_is_drawn_and_the_whisker_reaches_the_longest(show: Show
     opened = show(run)
     shown = opened.page.evaluate(
         """() => { const v = VIEWS[0], s = v.run.steps;
-             return v.columns.map(c => [c.work.map(i => s.wall[i]), s.wall[c.middle], s.longest[c.longest]]); }"""
+             return v.columns.map(c =>
+               [c.work.map(i => s.wall[i]), s.wall[c.middle], s.longest[c.longest]]); }"""
     )
     assert any(len(walls) > 1 for walls, _, _ in shown)
     for walls, middle, longest in shown:

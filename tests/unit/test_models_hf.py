@@ -126,7 +126,7 @@ def test_missing_extra_misshapen_and_integer_tensors(tmp_path: Path) -> None:
     assert "q_norm" in load_error(tiny.write_hf(folder, extra))
     bent = {**weights, name: np.zeros((16, 24), np.float32)}
     assert "[16, 24]" in load_error(tiny.write_hf(folder, bent))
-    whole = {**weights, name: np.zeros((24, 16), np.int8)}
+    whole: dict[str, Any] = {**weights, name: np.zeros((24, 16), np.int8)}
     assert "stored as I8" in load_error(tiny.write_hf(folder, whole))
 
 

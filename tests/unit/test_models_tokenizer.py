@@ -231,7 +231,8 @@ def test_tokenizers_that_cannot_be_rebuilt(
 
 def byte_level_backend() -> Tokenizer:
     vocab = {token: i for i, token in enumerate(TOKENS)}
-    backend = Tokenizer(BPE(vocab, [tuple(m.split(" ")) for m in MERGES]))
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in MERGES)]
+    backend = Tokenizer(BPE(vocab, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, normalized=False) for t in SPECIALS])

@@ -124,7 +124,11 @@ function rule(g, x0, y0, x1, y1) {
 function line(g, points, stroke, width = 1.5, dash = []) {
   g.save();
   g.beginPath();
-  points.forEach(([x, y], i) => (i ? g.lineTo(x, y) : g.moveTo(x, y)));
+  let pen = false; // lifted by a NaN
+  for (const [x, y] of points) {
+    if (pen) g.lineTo(x, y); else g.moveTo(x, y);
+    pen = !Number.isNaN(x);
+  }
   g.strokeStyle = stroke;
   g.lineWidth = width;
   g.setLineDash(dash);

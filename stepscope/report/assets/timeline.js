@@ -167,10 +167,14 @@ class Timeline {
           g.fillRect(c.x0, y0, c.x1 - c.x0 - gap, y1 - y0);
           sum += part;
         });
-        if (s.longest[c.longest] > sum) {
-          g.fillStyle = whisker;
-          g.fillRect((c.x0 + c.x1) / 2 - 0.5, box.Y(s.longest[c.longest] / 1e6), 1, box.Y(sum / 1e6) - box.Y(s.longest[c.longest] / 1e6));
-        }
+        const longest = s.longest[c.longest];
+        if (longest <= sum) continue;
+        const x = (c.x0 + c.x1) / 2 - 0.5, tip = box.Y(longest / 1e6);
+        g.fillStyle = whisker;
+        g.globalAlpha = 0.2; // where every column has one, the medians must still stand out
+        g.fillRect(x, tip, 1, box.Y(sum / 1e6) - tip);
+        g.globalAlpha = 1;
+        g.fillRect(x, tip, 1, 2);
       }
     });
   }
@@ -205,13 +209,22 @@ class Timeline {
 
   drawQueue(g) {
     const s = this.run.steps, area = this.queue, pages = this.run.kv_total_pages;
-    const value = (list) => this.columns.filter((c) => known(list[c.middle])).flatMap((c) => [[c.x0, list[c.middle]], [c.x1, list[c.middle]]]);
+    const value = (list) => {
+      const points = [];
+      let end = null;
+      for (const c of this.columns.filter((one) => known(list[one.middle]))) {
+        if (end !== null && c.x0 - end > 1.5) points.push([NaN, NaN]); // idle: nothing is known
+        points.push([c.x0, list[c.middle]], [c.x1, list[c.middle]]);
+        end = c.x1;
+      }
+      return points;
+    };
     const running = value(s.running), waiting = value(s.waiting), used = value(s.kv_used_pages);
-    const high = Math.max(1, ...running.map((p) => p[1]), ...waiting.map((p) => p[1]));
+    const most = (points) => points.reduce((a, p) => (p[1] > a ? p[1] : a), 1), high = Math.max(most(running), most(waiting));
     const box = plot(g, area,
       { low: this.view[0] / 1e9, high: this.view[1] / 1e9, title: "time since the start of the run, s" },
       { low: 0, high: high * 1.1, title: "requests", format: (t) => (Number.isInteger(t) ? String(t) : "") });
-    const full = pages || Math.max(1, ...used.map((p) => p[1]));
+    const full = pages || most(used);
     const K = scale({ low: 0, high: full }, area.bottom, area.top);
     clipped(g, area, () => {
       const stroke = colour("kv-line");
@@ -243,7 +256,8 @@ class Timeline {
   describe(figure) {
     const s = this.run.steps, [from, to] = this.view, [first, last] = this.overlap(from, to);
     figure.dataset.view = `${Math.round(from)},${Math.round(to)}`;
-    const text = `${sig(from / 1e9)} to ${sig(to / 1e9)} s, ${count(last - first)} steps`;
+    const steps = s.count.slice(first, last).reduce((a, n) => a + n, 0);
+    const text = `${sig(from / 1e9, 4)} to ${sig(to / 1e9, 4)} s, ${count(steps)} steps`;
     figure.querySelector(".view").textContent = this.run.reduced ? `${text} (reduced)` : text;
     const seen = (list, names) => names.filter((_, k) => list.some((v) => v === k));
     if (figure.dataset.legend) return;
