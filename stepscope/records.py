@@ -124,7 +124,7 @@ class RequestRecord:
     client: str = ""
     priority: int = 0
     queued_ns: int | None = None  # when the engine's recv phase picked it up
-    admitted_ns: int | None = None  # begin of the first step that computed a token of it, or queued_ns
+    admitted_ns: int | None = None  # begin of its first step, or queued_ns if later
     first_token_ns: int | None = None
     finished_ns: int | None = None  # its last token was out, or it failed
     output_tokens: int = 0

@@ -191,8 +191,8 @@ RULES: dict[str, Rule] = {
         "time in noisy blocks, the share of the cores that others took there",
         "kernel_inefficient: there the time is lost on quiet cores as well.",
         "Run again on an idle machine: the excess must be gone.",
-        "Stop what else runs on these cores, or give the engine cores of its own (taskset); fewer "
-        "threads suffer less.",
+        "Stop what else runs on these cores, or give the engine cores of its own (taskset); on a "
+        "shared machine OMP_WAIT_POLICY=PASSIVE keeps threads from spinning for each other.",
     ),
     "undetermined": Rule(
         "undetermined",

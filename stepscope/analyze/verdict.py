@@ -50,13 +50,25 @@ def judge_run(found: Findings) -> Verdict:
         decided.name,
         decided.sub,
         decided.share,
-        decided.sentence,
+        decided.sentence + _noise_remark(found.frame),
         decided.evidence,
         decided.gain,
         decided.advice or rule.advice,
         rule.falsify,
         (),
         _runners_up(found, decided.name),
+    )
+
+
+def _noise_remark(frame: Frame) -> str:
+    """A verdict from a disturbed run says so itself."""
+    noisy = sum(frame.rows[i].wall_ns for i in frame.working if i in frame.noisy)
+    share = noisy / frame.working_ns if frame.working_ns else 0.0
+    if share < frame.limits.contention_time:
+        return ""
+    return (
+        f" Other processes took the cores during {percent(share)} of the time: on an idle machine "
+        "the shares may differ."
     )
 
 

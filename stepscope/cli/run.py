@@ -196,7 +196,7 @@ def _run_all(
                 model.tokenizer,
                 threads,
                 ceilings,
-                sys.argv,
+                ["stepscope", *sys.argv[1:]],
                 RUNS,
                 directory,
                 force,

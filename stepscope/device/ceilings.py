@@ -41,6 +41,9 @@ def no_progress(what: str, share: float) -> None:
     """The default: say nothing."""
 
 
+PATIENCE = 3  # a repeat may take so many times its planned length
+
+
 @dataclass(frozen=True)
 class Plan:
     """Sizes and repeats; the defaults take about 10 s on two slow cores."""
@@ -74,11 +77,20 @@ def interleaved_ns(calls: dict[str, Call], plan: Plan) -> dict[str, list[float]]
     for _ in range(plan.repeats):
         for name, call in calls.items():
             call()  # brings in what the call before it pushed out of the cache
-            begin = plan.clock()
-            for _ in range(times[name]):
-                call()
-            found[name].append(max(1, plan.clock() - begin) / times[name])
+            found[name].append(_timed(call, times[name], plan))
     return found
+
+
+def _timed(call: Call, times: int, plan: Plan) -> float:
+    """ns per call over so many calls, or over fewer if the machine has become slow meanwhile."""
+    patience = PATIENCE * plan.seconds_per_repeat * 1e9
+    begin = now = plan.clock()
+    done = 0
+    while done < times and now - begin <= patience:
+        call()
+        done += 1
+        now = plan.clock()
+    return max(1, now - begin) / done
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class Engine:
         recorder = self.recorder
         for piece in plan.slices:
             record = piece.request.record
-            if record.admitted_ns is None:  # one that came after the row began is not admitted before
+            if record.admitted_ns is None:  # it may have come after the row began
                 record.admitted_ns = max(recorder.begin_ns, record.queued_ns or 0)
         for request, _ in results:
             if request.record.first_token_ns is None:

@@ -33,7 +33,7 @@ def tokenizer_from_directory(path: Path, config: dict[str, Any]) -> TextTokenize
     if not isinstance(description.get("model"), dict) or "vocab" not in description["model"]:
         raise StepscopeError(f"{file} has no vocabulary; download it again.")
     token_bytes, strip_first_space = _decoding(file, description.get("decoder"))
-    backend = Tokenizer.from_str(json.dumps(description))
+    backend = _backend(file, description)
     bos = _bos_id(backend, settings, config)
     return TextTokenizer(
         TokenizerParts(
@@ -46,6 +46,18 @@ def tokenizer_from_directory(path: Path, config: dict[str, Any]) -> TextTokenize
             chat_template=_chat_template(path, settings),
         )
     )
+
+
+def _backend(file: Path, description: dict[str, Any]) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(json.dumps(description))
+    except Exception as error:
+        # The Rust library raises Exception itself, no class of its own, for all it rejects.
+        if type(error) is not Exception:
+            raise
+        raise StepscopeError(
+            f"{file} is no tokenizer that can be read ({error}); download it again."
+        ) from None
 
 
 def eos_ids_of(path: Path, config: dict[str, Any]) -> tuple[int, ...]:

@@ -16,6 +16,8 @@ from stepscope.engine.request import Sampling
 
 # Most nuclei are short: look for them among the largest logits before sorting a vocabulary.
 SHORTLIST = 256
+# Below it logits / temperature overflows float32; here every gap between two logits has decided.
+COLDEST = 1e-20
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -25,7 +27,8 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         mixed = _splitmix(seed) + np.asarray(positions, dtype=np.uint64)
         bits: np.ndarray = _splitmix(mixed) >> np.uint64(11)
         # 53 bits are what a float64 holds exactly.
-        return np.ldexp(bits.astype(np.float64), -53)
+        values: np.ndarray = np.ldexp(bits.astype(np.float64), -53)
+        return values
 
 
 def _splitmix(x: np.ndarray) -> np.ndarray:
@@ -62,7 +65,7 @@ def plan_draw(
     draws = uniforms([s.seed for s in chosen], [positions[i] for i in rows])
     return Draw(
         rows=torch.tensor(rows, device=device),
-        temperature=column([s.temperature for s in chosen], torch.float32),
+        temperature=column([max(s.temperature, COLDEST) for s in chosen], torch.float32),
         top_k=column([min(s.top_k, vocab) or vocab for s in chosen], torch.int64),
         top_p=column([s.top_p for s in chosen], torch.float32),
         uniform=column(draws.tolist(), torch.float64),

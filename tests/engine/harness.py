@@ -271,7 +271,9 @@ def forgetting(runner: Any) -> Callable[[list[int]], None]:
     return poison
 
 
-def run(requests: Iterable[Request], *args: Any, most_steps: int = 20_000, **options: Any) -> Outcome:
+def run(
+    requests: Iterable[Request], *args: Any, most_steps: int = 20_000, **options: Any
+) -> Outcome:
     """Build and run to the end; fails if it takes more iterations than any sane engine needs."""
     return finish(build(requests, *args, **options), most_steps)
 
@@ -306,7 +308,7 @@ SMALL = {
 LOUDER = 8.0  # dummy weights are so small that text would hardly depend on the context
 
 
-def small_decoder(dtype: str = "fp32", **overrides: int) -> Decoder:
+def small_decoder(dtype: str = "fp32", products: str = "plain", **overrides: int) -> Decoder:
     """Two layers, grouped heads, random weights large enough that every token matters."""
     from stepscope.models.decoder import Decoder
     from stepscope.models.load import load_model
@@ -316,7 +318,16 @@ def small_decoder(dtype: str = "fp32", **overrides: int) -> Decoder:
         name: tensor if name.endswith("_norm") else tensor * LOUDER
         for name, tensor in model.weights.items()
     }
-    return Decoder(model.spec, weights)
+    return Decoder(model.spec, weights, products)
+
+
+def products_here() -> list[str]:
+    """The kernels that can multiply on this machine."""
+    import torch
+
+    from stepscope.models.linear import PRODUCTS
+
+    return [p for p in PRODUCTS if p == "plain" or torch._C._has_mkldnn]
 
 
 class Observed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,18 +17,27 @@ from stepscope.engine.request import Request
 from stepscope.engine.scheduler import Limits
 from stepscope.models.attention import order_decodes
 from stepscope.models.decoder import Decoder
+from stepscope.models.linear import Linear
 from stepscope.records import FORWARD, GATHER
 from stepscope.runner.probe import decode_plan, steps
 from stepscope.runner.torch_runner import Batch, TorchRunner
-from tests.engine.harness import Observed, Outcome, ask, run, same_text, small_decoder
+from tests.engine.harness import (
+    Observed,
+    Outcome,
+    ask,
+    products_here,
+    run,
+    same_text,
+    small_decoder,
+)
 
 # fp32 sums in another order: logits of about 5 differ by a few 1e-6.
 CLOSE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def decoder() -> Decoder:
-    return small_decoder()
+@pytest.fixture(scope="module", params=products_here())
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    return small_decoder(products=request.param)
 
 
 class Bench:
@@ -92,6 +102,19 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.isfinite(a).all()) and torch.allclose(a, b, rtol=0, atol=CLOSE)
 
 
+class Counted:
+    """Calls of a torch function: the rows of their first argument."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.rows: list[int] = []
+        self._inner = getattr(F, name)
+        monkeypatch.setattr(F, name, self)
+
+    def __call__(self, x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        self.rows.append(x.shape[0])
+        return self._inner(x, *args, **options)
+
+
 # ------------------------------------------------------------------ one forward
 
 
@@ -103,38 +126,33 @@ def test_a_mixed_step_is_one_forward_over_all_tokens(
     running = prefilled(bench, [9, 30, 17])
     new = [bench.request(7, 21), bench.request(8, 5)]
     rows: list[int] = []
-    linear = F.linear
+    multiply = Linear.__call__
 
-    def counted(x: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+    def counted(linear: Linear, x: torch.Tensor) -> torch.Tensor:
         rows.append(x.shape[0])
-        return linear(x, *args)
+        return multiply(linear, x)
 
-    monkeypatch.setattr(F, "linear", counted)
+    monkeypatch.setattr(Linear, "__call__", counted)
+    plain = Counted(monkeypatch, "linear")
     logits = bench.logits(*map(last, running), *map(whole, new))
     layers = decoder.spec.layers
     assert len(rows) == 4 * layers + 1
     assert rows == [3 + 21 + 5] * (4 * layers) + [5], "all tokens through the layers, B to the head"
     assert logits.shape == (5, decoder.spec.vocab)
+    assert plain.rows == (rows if decoder.products == "plain" else [])
 
 
 def test_at_most_two_attention_calls_serve_all_decodes(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
-    attention = F.scaled_dot_product_attention
-
-    def counted(q: torch.Tensor, *args: torch.Tensor, **options: object) -> torch.Tensor:
-        calls.append(q.shape[0])
-        return attention(q, *args, **options)
-
     bench = Bench(decoder)
     running = prefilled(bench, [5, 40, 9, 2000])
-    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    attention = Counted(monkeypatch, "scaled_dot_product_attention")
     bench.logits(*map(last, running))
-    assert calls == [1, 3] * decoder.spec.layers
-    calls.clear()
+    assert attention.rows == [1, 3] * decoder.spec.layers
+    attention.rows.clear()
     bench.logits(*map(last, running[:3]))
-    assert calls == [3] * decoder.spec.layers
+    assert attention.rows == [3] * decoder.spec.layers
 
 
 # ------------------------------------------------------------------ bytes and time of gather
@@ -260,7 +278,9 @@ def test_a_mixed_step_equals_its_parts(decoder: Decoder) -> None:
     half = bench.request(7, 60)
     bench.logits(chunk(half, 0, 33))
     single = torch.cat([bench.logits(last(r)) for r in running])
-    single = torch.cat([single, bench.logits(chunk(half, 33, 27)), bench.prefill(bench.request(8, 5))])
+    single = torch.cat(
+        [single, bench.logits(chunk(half, 33, 27)), bench.prefill(bench.request(8, 5))]
+    )
     mixed = bench.logits(*map(last, running), chunk(half, 33, 27), whole(bench.request(8, 5)))
     assert close(mixed, single)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,11 +36,11 @@ def draw(
     return ids
 
 
-def draws(logits: torch.Tensor, count: int = DRAWS, **how: float) -> np.ndarray:
+def draws(logits: torch.Tensor, count: int = DRAWS, **how: Any) -> np.ndarray:
     """The ids that `count` seeds draw from the same logits."""
     found: list[int] = []
     for first in range(0, count, 1000):
-        settings = [Sampling(seed=s, **how) for s in range(first, first + 1000)]  # type: ignore[arg-type]
+        settings = [Sampling(seed=s, **how) for s in range(first, first + 1000)]
         found += draw(logits.expand(1000, -1), settings)
     return np.array(found)
 
@@ -113,7 +114,7 @@ def warped(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
     return torch.softmax(scores[0].double(), -1)
 
 
-CASES = [
+CASES: list[dict[str, Any]] = [
     {"temperature": 1.0},
     {"temperature": 0.7},
     {"temperature": 3.0},
@@ -136,9 +137,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_support_and_frequencies_are_those_of_transformers(case: dict[str, float]) -> None:
+def test_support_and_frequencies_are_those_of_transformers(case: dict[str, Any]) -> None:
     logits = logits_of()
-    how = Sampling(**case)  # type: ignore[arg-type]
+    how = Sampling(**case)
     expected = warped(logits, how).numpy()
     ids = draws(logits, **case)
     counts = np.bincount(ids, minlength=VOCAB)
@@ -161,13 +162,15 @@ def kept(logits: torch.Tensor, how: Sampling, monkeypatch: pytest.MonkeyPatch) -
     return set(draw(logits.expand(rows, -1), [how] * rows))
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if len(c) > 1], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if len(c) > 1 and c.get("top_k", 0) < VOCAB], ids=str
+)
 def test_the_kept_set_is_exactly_that_of_transformers(
-    case: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every kept token is hit in the middle of its share, and u just below 1 is the last of them."""
+    """Every kept token is hit in the middle of its share; u just below 1 hits the last."""
     logits = logits_of(seed=3)
-    how = Sampling(**case)  # type: ignore[arg-type]
+    how = Sampling(**case)
     expected = set(torch.nonzero(warped(logits, how)).ravel().tolist())
     assert kept(logits, how, monkeypatch) == expected
 
@@ -230,16 +233,17 @@ def test_top_k_keeps_exactly_k_of_equal_tokens() -> None:
 def test_ties_at_the_top_are_drawn_equally() -> None:
     logits = torch.full((VOCAB,), -30.0)
     logits[[10, 500, 999]] = 4.0
-    for how in ({"top_k": 3}, {"top_p": 0.99}, {}):
+    ways: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.99}, {}]
+    for how in ways:
         counts = np.bincount(draws(logits, temperature=1.0, **how), minlength=VOCAB)
         assert chi_square(counts[[10, 500, 999]], np.full(3, DRAWS / 3)) < 5
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-38, 1e-45, 1e-300])
 @pytest.mark.parametrize("how", [{}, {"top_p": 0.9}, {"top_k": 7}, {"top_k": 600}], ids=str)
-def test_a_tiny_temperature_is_greedy(temperature: float, how: dict[str, float]) -> None:
+def test_a_tiny_temperature_is_greedy(temperature: float, how: dict[str, Any]) -> None:
     rows = torch.stack([logits_of(s) for s in range(20)])
-    settings = [Sampling(temperature=temperature, seed=s, **how) for s in range(20)]  # type: ignore[arg-type]
+    settings = [Sampling(temperature=temperature, seed=s, **how) for s in range(20)]
     assert draw(rows, settings) == rows.argmax(-1).tolist()
 
 
@@ -317,7 +321,7 @@ def decoder() -> Decoder:
     return small_decoder(vocab=600)
 
 
-HOW = [
+HOW: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 1},
     {"temperature": 0.8, "top_k": 20, "seed": 2},
     {"temperature": 1.3, "top_p": 0.9, "seed": 3},
@@ -331,9 +335,7 @@ HOW = [
 
 def sampled_requests() -> list[Request]:
     ids = np.random.default_rng(4).integers(0, 251, (8, 60))
-    return [
-        ask(i, ids[i, : 12 + 6 * i].tolist(), 30, ignore_eos=True, **HOW[i]) for i in range(8)
-    ]
+    return [ask(i, ids[i, : 12 + 6 * i].tolist(), 30, ignore_eos=True, **HOW[i]) for i in range(8)]
 
 
 def engine_run(
@@ -341,9 +343,7 @@ def engine_run(
 ) -> Outcome:
     limits = Limits(max_seqs=max_seqs, token_budget=100, chunk=25)
     runner = TorchRunner(decoder, pages, 8)
-    return run(
-        sampled_requests(), policy, pages=pages, page_size=8, limits=limits, runner=runner
-    )
+    return run(sampled_requests(), policy, pages=pages, page_size=8, limits=limits, runner=runner)
 
 
 def test_the_same_tokens_at_batch_1_and_8_under_every_policy_and_preemption(

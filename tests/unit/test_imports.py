@@ -54,7 +54,7 @@ def part_of(module: str) -> str:
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Every module that is imported anywhere below, absolute names; relative ones start with a dot."""
+    """Every name imported anywhere below; relative ones start with a dot."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

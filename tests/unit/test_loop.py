@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def check_rows(rows: Sequence[StepRecord]) -> None:
         spent = [row.phase_ns(name) for name in PHASES]
         assert all(ns is not None and ns >= 0 for ns in spent)
         assert sum(ns or 0 for ns in spent) == row.end_ns - row.begin_ns
-    for before, after in zip(rows, rows[1:], strict=False):
+    for before, after in pairwise(rows):
         assert after.begin_ns == before.end_ns
 
 
@@ -134,9 +135,7 @@ def test_rows_are_contiguous_through_idling_preemption_and_failure(policy: str) 
     st.integers(1, 9),
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2_000)), min_size=1, max_size=6),
 )
-def test_phases_sum_whatever_happens(
-    policy: str, tick: int, asked: list[tuple[int, int]]
-) -> None:
+def test_phases_sum_whatever_happens(policy: str, tick: int, asked: list[tuple[int, int]]) -> None:
     requests = [ask(i, p, 10, arrival_ns=a) for i, (p, a) in enumerate(asked)]
     done = run(requests, policy, pages=12, page_size=4, clock=Clock(tick))
     check_rows(done.steps)
@@ -192,7 +191,7 @@ def test_emitted_is_when_emit_returned_and_not_the_end_of_the_row() -> None:
         clock.ns += 5  # type: ignore[attr-defined]
         return close(*args)
 
-    made.engine.recorder.end_step = slow_close  # type: ignore[method-assign]
+    made.engine.recorder.end_step = slow_close  # type: ignore[assignment,method-assign]
     done = finish(made)
     assert [row.emitted_ns for row in done.steps] == told
     assert [row.end_ns - (row.emitted_ns or 0) for row in done.steps] == [5, 5]

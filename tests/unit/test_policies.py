@@ -125,7 +125,9 @@ def test_static_never_preempts() -> None:
 
 def test_static_reserves_no_more_than_there_is() -> None:
     """A request that may stop early is not refused for what it may need at most."""
-    done = run([ask(0, 4, 100)], "static", pages=2, page_size=8, eos=alone(ask(0, 4).tokens, 6)[-1:])
+    done = run(
+        [ask(0, 4, 100)], "static", pages=2, page_size=8, eos=alone(ask(0, 4).tokens, 6)[-1:]
+    )
     assert done.records[0].finish_reason == "eos"
 
 

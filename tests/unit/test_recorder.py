@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -250,12 +251,14 @@ def test_parts_hold_every_token_of_a_run(
     found = by_request(done)
     for id, record in done.records.items():
         own = found[id]
-        assert sum((p.last_step - p.first_step + 1) * p.tokens_per_step for p in own) == computed[id]
+        assert (
+            sum((p.last_step - p.first_step + 1) * p.tokens_per_step for p in own) == computed[id]
+        )
         assert sum(p.output_tokens for p in own) == record.output_tokens
         again = record.recomputed_tokens
         if record.output_tokens:
             assert computed[id] - again == record.prompt_tokens + record.output_tokens - 1
-        assert all(b.first_step > a.last_step for a, b in zip(own, own[1:], strict=False))
+        assert all(b.first_step > a.last_step for a, b in pairwise(own))
         for part in own:
             if part.kind == "decode":
                 assert part.tokens_per_step == 1

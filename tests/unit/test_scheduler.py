@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stepscope.engine.kv import PagePool
-from stepscope.engine.policies import POLICIES, policy_named
+from stepscope.engine.policies import POLICIES, Grant, View, policy_named
 from stepscope.engine.request import Request
 from stepscope.engine.scheduler import Limits
 from stepscope.errors import UsageError
@@ -208,18 +208,32 @@ def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
     assert rows and all(row.num_admitted == 0 for row in rows)
 
 
+def careless(view: View) -> list[Grant]:
+    """Grants everything to everybody, the youngest first, without a look at the pages."""
+    return [Grant(r, r.todo) for r in [*reversed(view.running), *view.waiting]]
+
+
 def test_admission_stops_when_pages_ran_out_unforeseen() -> None:
-    """A policy that grants without looking still admits nobody beside a preemption."""
-    from stepscope.engine.policies.view import Grant, View
-
-    def greedy(view: View) -> list[Grant]:
-        return [*(Grant(r, r.todo) for r in view.running), *(Grant(r, r.todo) for r in view.waiting)]
-
-    asked = [ask(0, 4, 6), ask(1, 4, 6), ask(2, 1, 1, arrival_ns=14)]
-    done = run(asked, replace(policy_named("chunked"), assign=greedy), pages=2, page_size=4)
-    assert done.trace[:2] == ["p0:4 p1:4", "d0"]
+    """1 has 3 of the 4 pages; when it goes, there would be room for 2, but not in this step."""
+    asked = [ask(0, 4, 6), ask(1, 9, 6), ask(2, 1, 1, arrival_ns=5)]
+    done = run(asked, replace(policy_named("chunked"), assign=careless), pages=4, page_size=4)
+    assert done.trace[:2] == ["p0:4 p1:9", "d0"]
     assert [(r.num_preempted, r.num_admitted) for r in done.work[:2]] == [(0, 2), (1, 0)]
     assert done.work[1].num_waiting == 2
+
+
+def test_a_victim_already_in_the_plan_leaves_it() -> None:
+    """1 got its decode first, then 0 needs its pages: in that step only 0 computes."""
+    asked = [ask(0, 4, 6), ask(1, 9, 6)]
+    done = run(asked, replace(policy_named("chunked"), assign=careless), pages=4, page_size=4)
+    assert done.trace[1] == "d0" and done.records[1].preemptions == 1
+    assert done.outputs == {i: alone(ask(i, n).tokens, 6) for i, n in ((0, 4), (1, 9))}
+
+
+def test_pages_that_decodes_are_about_to_take_are_not_given_to_a_prompt() -> None:
+    """0 fills its page to the last slot; the free one is its next, not 1's."""
+    done = run([ask(0, 4, 3), ask(1, 3, 1, arrival_ns=5)], "prefill-first", pages=2, page_size=4)
+    assert done.trace == ["p0:4", "d0", "d0", "p1:3"] and done.preemptions == 0
 
 
 @pytest.mark.parametrize("policy", ["prefill-first", "chunked"])
