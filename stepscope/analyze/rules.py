@@ -142,9 +142,8 @@ RULES: dict[str, Rule] = {
         "kernel_inefficient: there the kernels are slow, not their start.",
         "Compile or capture the forward pass: step time must fall by about the twin's time. A "
         "larger batch must cost almost nothing.",
-        "Issue fewer operations: compile or capture the step (stepscope: --graphs compile; vLLM: "
-        "drop --enforce-eager; SGLang: drop --disable-cuda-graph), or decode more requests at "
-        "once.",
+        "Issue fewer operations: compile or capture the step (vLLM: drop --enforce-eager; SGLang: "
+        "drop --disable-cuda-graph), or decode more requests at once.",
     ),
     "bandwidth_bound": Rule(
         "bandwidth-bound",

@@ -11,7 +11,7 @@ import mmap
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,9 @@ from stepscope.errors import StepscopeError, UsageError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MOST_READS = 3_000_000  # three times those of Llama 3's tokenizer; about 300 bytes are held for each
+MOST_READS = (
+    3_000_000  # three times those of Llama 3's tokenizer; about 300 bytes are held for each
+)
 MOST_ERROR_CHARS = 150
 
 
@@ -98,10 +100,8 @@ def read_gguf(path: Path) -> GgufFile:
         tensors = {tensor.name: _entry(tensor) for tensor in reader.tensors}
     except (ValueError, LookupError, ArithmeticError) as error:  # all that the reader raises
         what = textwrap.shorten(str(error), MOST_ERROR_CHARS, placeholder="...")
-        raise StepscopeError(
-            f"{path} is damaged ({what}); download or convert it again."
-        ) from None
-    return GgufFile(path, metadata, tensors, reader.data.base)
+        raise StepscopeError(f"{path} is damaged ({what}); download or convert it again.") from None
+    return GgufFile(path, metadata, tensors, cast(mmap.mmap, reader.data.base))
 
 
 def _check_magic(path: Path) -> None:
@@ -128,7 +128,7 @@ def _entry(tensor: ReaderTensor) -> TensorEntry:
     return TensorEntry(shape, tensor.tensor_type, tensor.data_offset, tensor.data)
 
 
-class _BoundedReader(GGUFReader):  # type: ignore[misc]
+class _BoundedReader(GGUFReader):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.reads = 0
@@ -152,4 +152,4 @@ class _BoundedReader(GGUFReader):  # type: ignore[misc]
         """Refuses arrays in arrays, which no model has and which take quadratic time to read."""
         if raw_type == GGUFValueType.ARRAY and self._get(orig_offs, "u4")[0] == raw_type:
             raise ValueError("it has an array of arrays")
-        return super()._get_field_parts(orig_offs, raw_type)
+        return super()._get_field_parts(orig_offs, int(raw_type))

@@ -14,6 +14,7 @@ from stepscope.models.tokenizer import END_TOKENS, TextTokenizer, TokenizerParts
 from stepscope.text import listing
 
 CONTROL, USER_DEFINED = 3, 4
+MOST_IDS = 1 << 32  # `tokenizers` counts in 32 bits
 ADDS_BOS = ("llama-bpe",)  # where the file does not say, as llama.cpp does (src/llama-vocab.cpp)
 WHOLE_WORDS_FIRST = ("llama-bpe",)  # a word that is a token is never split by merges
 
@@ -58,19 +59,18 @@ def tokenizer_from_gguf(file: GgufFile) -> TextTokenizer | None:
     if "tokenizer.ggml.model" not in file.metadata:
         return None
     pre = _pre_tokenizer_name(file)
-    tokens: list[str] = file.need("tokenizer.ggml.tokens", list)
+    tokens = _tokens(file)
     backend = _backend(file, tokens, pre)
-    bos = file.metadata.get("tokenizer.ggml.bos_token_id")
     add_bos = bool(file.metadata.get("tokenizer.ggml.add_bos_token", pre in ADDS_BOS))
     return TextTokenizer(
         TokenizerParts(
             backend=backend,
             token_bytes=byte_level_bytes,
             strip_first_space=False,
-            bos_id=bos,
+            bos_id=_token_id(file, "bos"),
             add_bos=add_bos,
             eos_ids=_eos_ids(file, tokens),
-            chat_template=file.metadata.get("tokenizer.chat_template"),
+            chat_template=_optional(file, "tokenizer.chat_template", str),
         )
     )
 
@@ -92,14 +92,34 @@ def _pre_tokenizer_name(file: GgufFile) -> str:
     return pre
 
 
+def _optional(file: GgufFile, key: str, kind: type) -> Any:
+    return file.need(key, kind) if key in file.metadata else None
+
+
+def _token_id(file: GgufFile, kind: str) -> int | None:
+    found: int | None = _optional(file, f"tokenizer.ggml.{kind}_token_id", int)
+    if found is not None and not 0 <= found < MOST_IDS:
+        raise StepscopeError(
+            f"{file.path} has {found} as its {kind} token; download or convert it again."
+        )
+    return found
+
+
+def _tokens(file: GgufFile) -> list[str]:
+    tokens: list[str] = file.need("tokenizer.ggml.tokens", list)
+    if not all(isinstance(token, str) for token in tokens):
+        raise StepscopeError(
+            f"{file.path} has tokens that are not text; download or convert it again."
+        )
+    return tokens
+
+
 def _backend(file: GgufFile, tokens: list[str], pre: str) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise StepscopeError(f"{file.path} lists a token twice; download or convert it again.")
-    unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
-    unknown_token = None
-    if isinstance(unknown, int) and unknown < len(tokens):
-        unknown_token = tokens[unknown]
+    unknown = _token_id(file, "unknown")
+    unknown_token = None if unknown is None or unknown >= len(tokens) else tokens[unknown]
     backend = Tokenizer(
         BPE(
             vocab=vocab,
@@ -112,13 +132,13 @@ def _backend(file: GgufFile, tokens: list[str], pre: str) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     if pre == "qwen2":  # its tokenizer.json normalizes, which GGUF does not record
         backend.normalizer = normalizers.NFC()
-    kinds = file.metadata.get("tokenizer.ggml.token_type", [])
-    backend.add_special_tokens(_of_kind(tokens, kinds, CONTROL))
-    backend.add_tokens(_of_kind(tokens, kinds, USER_DEFINED))
+    backend.add_special_tokens(_of_kind(file, tokens, CONTROL))
+    backend.add_tokens(_of_kind(file, tokens, USER_DEFINED))
     return backend
 
 
-def _of_kind(tokens: list[str], kinds: list[int], kind: int) -> list[AddedToken]:
+def _of_kind(file: GgufFile, tokens: list[str], kind: int) -> list[AddedToken]:
+    kinds = _optional(file, "tokenizer.ggml.token_type", list) or []
     return [
         AddedToken(token, special=kind == CONTROL, normalized=False)
         for token, its_kind in zip(tokens, kinds, strict=False)
@@ -141,8 +161,7 @@ def _merges(file: GgufFile, vocab: dict[str, int]) -> list[tuple[str, str]]:
 
 def _eos_ids(file: GgufFile, tokens: list[str]) -> tuple[int, ...]:
     """The ids at which the model stops: the file's own first, then known names of end tokens."""
-    ids = [file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    kinds = file.metadata.get("tokenizer.ggml.token_type", [])
-    control = {t.content: t for t in _of_kind(tokens, kinds, CONTROL)}
+    ids = [_token_id(file, kind) for kind in ("eos", "eot", "eom")]
+    control = {token.content for token in _of_kind(file, tokens, CONTROL)}
     ids += [tokens.index(token) for token in END_TOKENS if token in control]
     return tuple(dict.fromkeys(i for i in ids if i is not None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from stepscope.models.tokenizer import (
 )
 
 TEMPLATE_FILE = "chat_template.jinja"
+MOST_ERROR_CHARS = 150
+MOST_IDS = 1 << 32  # `tokenizers` counts in 32 bits
 
 
 def tokenizer_from_directory(path: Path, config: dict[str, Any]) -> TextTokenizer | None:
@@ -34,7 +37,7 @@ def tokenizer_from_directory(path: Path, config: dict[str, Any]) -> TextTokenize
         raise StepscopeError(f"{file} has no vocabulary; download it again.")
     token_bytes, strip_first_space = _decoding(file, description.get("decoder"))
     backend = _backend(file, description)
-    bos = _bos_id(backend, settings, config)
+    bos = _bos_id(path, backend, settings, config)
     return TextTokenizer(
         TokenizerParts(
             backend=backend,
@@ -55,8 +58,10 @@ def _backend(file: Path, description: dict[str, Any]) -> Tokenizer:
         # The Rust library raises Exception itself, no class of its own, for all it rejects.
         if type(error) is not Exception:
             raise
+        what = textwrap.shorten(str(error), MOST_ERROR_CHARS, placeholder="...")
         raise StepscopeError(
-            f"{file} is no tokenizer that can be read ({error}); download it again."
+            f"{file} is no tokenizer that can be read ({what}); download it again or choose another"
+            " model."
         ) from None
 
 
@@ -64,9 +69,19 @@ def eos_ids_of(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """Ids that end a text: generation_config.json's, else config.json's; one id or a list."""
     chosen = json_object(path / "generation_config.json").get("eos_token_id")
     ids = config.get("eos_token_id") if chosen is None else chosen
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+    return tuple(
+        _token_id(path, "eos_token_id", i)
+        for i in (ids if isinstance(ids, list) else [ids])
+        if i is not None
+    )
+
+
+def _token_id(path: Path, key: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value < MOST_IDS:
+        raise StepscopeError(
+            f"{path} has {value!r} as {key} where a token id belongs; download it again."
+        )
+    return value
 
 
 def json_object(file: Path) -> dict[str, Any]:
@@ -84,7 +99,8 @@ def json_object(file: Path) -> dict[str, Any]:
 
 def _decoding(file: Path, decoder: Any) -> tuple[TokenBytes, bool]:
     """How tokens turn into bytes, and whether a text's first space is the tokenizer's own."""
-    steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
+    listed = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
+    steps = [step for step in listed if isinstance(step, dict)] if isinstance(listed, list) else []
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
         return byte_level_bytes, False
@@ -97,11 +113,17 @@ def _decoding(file: Path, decoder: Any) -> tuple[TokenBytes, bool]:
     )
 
 
-def _bos_id(backend: Tokenizer, settings: dict[str, Any], config: dict[str, Any]) -> int | None:
+def _bos_id(
+    path: Path, backend: Tokenizer, settings: dict[str, Any], config: dict[str, Any]
+) -> int | None:
     named = settings.get("bos_token")
     text = named.get("content") if isinstance(named, dict) else named
-    found = backend.token_to_id(text) if isinstance(text, str) else None
-    return config.get("bos_token_id") if found is None else found
+    if isinstance(text, str):  # JSON may hold a lone surrogate, which no vocabulary has
+        found: int | None = backend.token_to_id(text.encode("utf-8", "replace").decode())
+        if found is not None:
+            return found
+    told = config.get("bos_token_id")
+    return None if told is None else _token_id(path, "bos_token_id", told)
 
 
 def _adds_bos(backend: Tokenizer, settings: dict[str, Any], bos: int | None) -> bool:

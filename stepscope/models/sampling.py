@@ -27,15 +27,15 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
         mixed = _splitmix(seed) + np.asarray(positions, dtype=np.uint64)
         bits: np.ndarray = _splitmix(mixed) >> np.uint64(11)
         # 53 bits are what a float64 holds exactly.
-        values: np.ndarray = np.ldexp(bits.astype(np.float64), -53)
-        return values
+        return np.ldexp(bits.astype(np.float64), -53)
 
 
 def _splitmix(x: np.ndarray) -> np.ndarray:
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DIMENSIONS = (
     *("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context"),
 )
+MOST_LAYERS = 10_000
 MEMINFO = Path("/proc/meminfo")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -138,6 +139,11 @@ def check_shape(spec: ModelSpec) -> None:
             raise UsageError(
                 f"{key} of {spec.name} is {value} where a whole number above 0 belongs; correct it."
             )
+    if spec.layers > MOST_LAYERS:  # a plan of them all would fill the memory before any check of it
+        raise UsageError(
+            f"layers of {spec.name} is {spec.layers:,}, and at most {MOST_LAYERS:,} are supported;"
+            " correct it."
+        )
     if spec.heads % spec.kv_heads:
         raise UsageError(
             f"{spec.name} has {spec.heads} heads on {spec.kv_heads} kv_heads; make heads a multiple"

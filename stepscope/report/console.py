@@ -191,13 +191,14 @@ def _remarks(console: Console, run: Run, analysis: Analysis) -> None:
 
 def samples(console: Console, meta: RunMeta) -> None:
     """What a few requests said."""
-    for sample in meta.samples[:MOST_SAMPLES]:
+    spoken = [s for s in meta.samples if s.text.strip()]  # dummies have no tokenizer
+    for sample in spoken[:MOST_SAMPLES]:
         text = " ".join(printable(sample.text).split())
         cut = text[:SAMPLE_CHARS] + ("..." if len(text) > SAMPLE_CHARS else "")
         prompt = " ".join(printable(sample.prompt).split())[:60] or "(synthetic prompt)"
         _line(console, f"#{sample.request}", prompt, "bold")
-        _line(console, "", cut or "(no text)")
-    if meta.samples:
+        _line(console, "", cut)
+    if spoken:
         console.print()
 
 
