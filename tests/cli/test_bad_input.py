@@ -17,6 +17,7 @@ from stepscope.store import read_run
 from tests.cli.conftest import TINY, Result
 
 Call = Callable[..., Result]
+MAIN = [sys.executable, "-c", "from stepscope.cli import main; main()"]
 
 
 def refused(result: Result, *words: str, code: int = 2) -> None:
@@ -138,9 +139,8 @@ def test_an_interrupted_run_is_saved_and_readable(
         .replace("output_tokens = 24", "output_tokens = 40000")
     )
     out = tmp_path / "out"
-    command = [sys.executable, "-c", "from stepscope.cli import main; main()"]
     process = subprocess.Popen(
-        [*command, "run", str(tiny), "-o", str(out), "--no-ceilings"],
+        [*MAIN, "run", str(tiny), "-o", str(out), "--no-ceilings"],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -170,8 +170,7 @@ def test_a_killed_run_is_readable(tmp_path: Path, tiny: Path) -> None:
     )
     out = tmp_path / "out"
     process = subprocess.Popen(
-        [sys.executable, "-c", "from stepscope.cli import main; main()", "run", str(tiny)]
-        + ["-o", str(out), "--no-ceilings"],
+        [*MAIN, "run", str(tiny), "-o", str(out), "--no-ceilings"],
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )

@@ -21,7 +21,9 @@ def ran(stepscope: Call, tiny: Path, tmp_path: Path) -> Path:
     return directory
 
 
-def test_run_writes_every_file_and_announces_it(stepscope: Call, tiny: Path, tmp_path: Path) -> None:
+def test_run_writes_every_file_and_announces_it(
+    stepscope: Call, tiny: Path, tmp_path: Path
+) -> None:
     result = stepscope("run", tiny, "-o", tmp_path / "out", "--no-ceilings")
     assert result.code == 0
     names = {p.name for p in (tmp_path / "out").iterdir()}
@@ -180,7 +182,9 @@ def test_doctor(stepscope: Call) -> None:
     assert "clock" in found and "cuda" in found
 
 
-def test_dry_run_tells_where_each_value_comes_from(stepscope: Call, tiny: Path, tmp_path: Path) -> None:
+def test_dry_run_tells_where_each_value_comes_from(
+    stepscope: Call, tiny: Path, tmp_path: Path
+) -> None:
     result = stepscope(
         "run", tiny, "--dry-run", "--json", "--threads", "1", "--set", "engine.max_seqs=2"
     )

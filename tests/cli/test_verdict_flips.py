@@ -1,4 +1,4 @@
-"""The same number of operations, narrow and wide: only the work changes, and with it the verdict."""
+"""The same operations, narrow and wide: only the work changes, and with it the verdict."""
 
 from __future__ import annotations
 
