@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from stepscope.analyze.budget import Budget
 from stepscope.analyze.frame import Frame, bucket, prefill_tokens
 from stepscope.analyze.model import BatchPoint
-from stepscope.analyze.summary import utilization
 from stepscope.analyze.moments import EventIndex
+from stepscope.analyze.summary import utilization
 from stepscope.analyze.tail import blocks_decodes, kv_is_full
 from stepscope.records import HOST_PHASES, RequestRecord
 from stepscope.stats import median

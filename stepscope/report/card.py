@@ -16,7 +16,8 @@ def card_text(spec: ModelSpec, ceilings: Ceilings) -> str:
         f"weights read per step   {size(spec.weight_bytes)}",
         f"KV per token            {size(spec.kv_bytes_per_token)}",
         f"read rate there         {size(rate)}/s",
-        f"bound                   {ms(bound_ns)} ms per step, {sig(1e9 / bound_ns)} tok/s at batch 1",
+        f"bound                   {ms(bound_ns)} ms per step, "
+        f"{sig(1e9 / bound_ns)} tok/s at batch 1",
         "",
         "read bandwidth by working set",
         *(f"  {size(at):>10}   {size(value)}/s" for at, value in ceilings.read_curve),
