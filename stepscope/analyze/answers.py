@@ -107,13 +107,19 @@ def _prefills(given: Material) -> Answer:
         return _no_harm(question, given, beside)
     groups = _by_culprit(harmful)
     total = sum(s.excess_ns for s in harmful)
-    share = percent(total / frame.working_ns if frame.working_ns else None)
+    part = total / frame.working_ns if frame.working_ns else 0.0
+    share = percent(part)
     cost = f", {share} of the time."
     if len(groups) > 1:
         cost = f"; {len(groups):,} such prefills in {plural(len(harmful), 'step')} cost "
         cost += f"{ms(total)} ms, {share} of the time."
     short = f"{plural(len(groups), 'prefill')}, {ms(total)} ms"
-    return Answer(question, short, f"Yes: {_held_up(groups[0])}{cost}")
+    far = frame.limits.itl_gap_factor - 1
+    wrecks = part >= frame.limits.tail_share or any(
+        s.excess_ns > far * s.baseline_ns for s in harmful
+    )
+    head = "Yes" if wrecks else "A little"
+    return Answer(question, short, f"{head}: {_held_up(groups[0])}{cost}")
 
 
 def _by_culprit(harmful: list[Stall]) -> list[list[Stall]]:

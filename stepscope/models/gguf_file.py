@@ -94,7 +94,7 @@ def read_gguf(path: Path) -> GgufFile:
     """
     _check_magic(path)
     try:
-        with np.errstate(over="raise"):  # an offset that wraps around would point into the header
+        with np.errstate(all="raise"):  # an offset that wraps around would point into the header
             reader = _BoundedReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {tensor.name: _entry(tensor) for tensor in reader.tensors}

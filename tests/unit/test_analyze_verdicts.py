@@ -253,3 +253,10 @@ class TestAnswers:
         sentence = analyze(run).answers[0].sentence
         assert "no twin was measured" in sentence
         assert "reading weights and cache at the measured ceiling takes 41 %" in sentence
+
+
+def test_short_prefills_that_cost_little_are_called_a_little() -> None:
+    short = make_run(decode_steps=100, prefills=[Prefill(50, 40, mixed=True, forward_ns=40 * MS)])
+    assert analyze(short).answers[2].sentence.startswith("A little: request")
+    long = make_run(decode_steps=100, prefills=[Prefill(50, 40, mixed=True, forward_ns=140 * MS)])
+    assert analyze(long).answers[2].sentence.startswith("Yes: request")
