@@ -83,6 +83,7 @@ class StepRecord:
     num_decode_requests: int | None = None
     sum_decode_kv_tokens: int | None = None  # context read by decodes, the new token included
     recompute_tokens: int | None = None  # of sum_prefill_tokens: computed once before
+    expert_reads: int | None = None  # (layer, expert) pairs whose weights were read
 
     num_output_tokens: int | None = None
 
@@ -96,8 +97,10 @@ class StepRecord:
     kv_used_pages: int | None = None
     kv_total_pages: int | None = None
     kv_gather_bytes: int | None = None
-    prefix_hit_tokens: int | None = None
-    evicted_pages: int | None = None
+    prefix_hit_tokens: int | None = None  # taken from the prefix cache, not computed
+    evicted_pages: int | None = None  # given up by the prefix cache
+    swapped_pages: int | None = None  # copied to host memory or back
+    swap_ns: int | None = None  # of prepare_ns: copying them
 
     sm_clock_mhz: int | None = None
     mem_clock_mhz: int | None = None
@@ -128,7 +131,7 @@ class RequestRecord:
     first_token_ns: int | None = None
     finished_ns: int | None = None  # its last token was out, or it failed
     output_tokens: int = 0
-    cached_tokens: int | None = None
+    cached_tokens: int | None = None  # of its tokens, from the prefix cache at each admission
     preemptions: int = 0
     recomputed_tokens: int = 0
     finish_reason: str | None = None  # eos, stop, length, aborted, error
@@ -158,7 +161,7 @@ class Event:
 
     begin_ns: int
     end_ns: int
-    kind: str  # gc, compile, capture, alloc, preempt, evict, graph_miss, noise
+    kind: str  # gc, compile, capture, alloc, preempt, evict, swap, graph_miss, noise
     request: int | None = None
     detail: str = ""
 
@@ -172,6 +175,11 @@ class Sample:
     text: str
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)  # the text each token released, may be ""
+    # Natural log-probabilities under the raw logits, for requests that asked: of each token, and
+    # of the likeliest at its place.
+    logprobs: list[float] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    top_logprobs: list[list[float]] = field(default_factory=list)
 
 
 @dataclass

@@ -169,7 +169,7 @@ def _dotted(raw: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in raw.items():
         if key == "request" and isinstance(value, list):
             value = {str(i): item for i, item in enumerate(value)}
-        if isinstance(value, dict):
+        if isinstance(value, dict) and prefix in ("", "request."):  # deeper ones are values
             yield from _dotted(value, f"{prefix}{key}.")
         else:
             yield prefix + key
@@ -252,6 +252,11 @@ def _requests(
         made += _from_injected(item, sampling, f"{source}: request.{i}")
     if not made:
         raise UsageError(f"{source} sends no request; add [workload] or [[request]]")
+    for r in made:
+        if r.min_tokens > r.max_tokens:
+            raise UsageError(
+                f"{source}: min_tokens {r.min_tokens:,} is more than max_tokens {r.max_tokens:,}"
+            )
     requests = numbered(made, f"{workload.seed}/{sampling.seed}")
     if requests[-1].arrival_ns > MOST_SECONDS * NS:
         late = requests[-1].arrival_ns / NS
@@ -261,8 +266,7 @@ def _requests(
 
 def _spec(sampling: SamplingSection, arrival_s: float, **values: Any) -> RequestSpec:
     """The sampling section's values unless others are given; None means not given."""
-    same = ("max_tokens", "temperature", "top_k", "top_p", "ignore_eos")
-    base = {name: getattr(sampling, name) for name in same}
+    base = {f.name: getattr(sampling, f.name) for f in fields(sampling) if f.name != "seed"}
     given = {k: v for k, v in values.items() if v is not None}
     texts = {"prompt": None, "prompt_tokens": None}
     return RequestSpec(id=0, arrival_ns=round(arrival_s * NS), **{**texts, **base, **given})
@@ -276,6 +280,7 @@ def _from_injected(
     values = {f.name: getattr(item, f.name) for f in fields(item)}
     for name in ("at_s", "count", "every_s"):
         del values[name]
+    values["own_seed"] = values.pop("seed")
     values["chat"] = item.chat and item.prompt is not None
     return [_spec(sampling, item.at_s + i * item.every_s, **values) for i in range(item.count)]
 
@@ -305,6 +310,7 @@ def _from_workload(
                 workload.start_s + time,
                 prompt=prompts[i % len(prompts)] if prompts else None,
                 prompt_tokens=draw(tokens, stream["prompt"]) if tokens else None,
+                shared_tokens=workload.shared_tokens,
                 max_tokens=draw(output, stream["output"]) if output else None,
                 chat=workload.chat and bool(prompts),
                 client=workload.client,

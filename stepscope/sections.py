@@ -9,62 +9,36 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from stepscope.errors import UsageError
+from stepscope.spec import QUANTIZED
 from stepscope.text import listing
-from stepscope.workload import MOST_REQUESTS, MOST_SECONDS, MOST_TOKENS, Span
+from stepscope.values import count as _count
+from stepscope.values import filled as _filled
+from stepscope.values import flag as _flag
+from stepscope.values import knob as _knob
+from stepscope.values import real as _real
+from stepscope.values import span as _span
+from stepscope.values import stop_strings as _stop_strings
+from stepscope.values import text as _text
+from stepscope.values import texts as _texts
+from stepscope.values import token_biases as _token_biases
+from stepscope.values import token_ids as _token_ids
+from stepscope.values import whole as _whole
+from stepscope.workload import MOST_REQUESTS, MOST_SECONDS, MOST_TOKENS
 
 Section = TypeVar("Section")
+MOST_LOGPROBS = 20  # as vLLM bounds it
+MODEL_DTYPES = ("auto", "fp32", "bf16", *QUANTIZED)
 ARRIVALS = ("poisson", "uniform", "gamma", "burst")
 # Of each group at most one may be given: they say the same thing in different ways.
 EXCLUSIVE = {
-    "engine": ("kv_tokens", "kv_pages"),
+    "engine": ("kv_tokens", "kv_pages", "kv_bytes"),
     "workload": ("prompts", "prompts_file", "prompt_tokens", "trace"),
     "request": ("prompt", "prompt_tokens"),
 }
-
-
-# ---------------------------------------------------------------- what a value may be
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("text in quotes")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("true or false")
-    return value
-
-
-def _whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError("a whole number")
-    return value
-
-
-def _real(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("a number")
-    if not -1e300 < value < 1e300:  # inf, nan, and integers that no float holds
-        raise ValueError("a finite number")
-    return float(value)
-
-
-def _filled(value: Any) -> str:
-    if not _text(value):
-        raise ValueError("text that is not empty")
-    return str(value)
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value or not all(v and type(v) is str for v in value):
-        raise ValueError("a list of texts, none of them empty")
-    return tuple(value)
 
 
 def _policies(value: Any) -> tuple[str, ...]:
@@ -76,32 +50,6 @@ def _policies(value: Any) -> tuple[str, ...]:
     return names
 
 
-def _span(value: Any) -> Span:
-    ends = value if isinstance(value, list) else [value, value]
-    if len(ends) != 2 or not all(type(end) is int for end in ends) or ends[0] > ends[1]:
-        raise ValueError("a whole number or [least, most]")
-    return (ends[0], ends[1])
-
-
-def _knob(
-    default: Any,
-    kind: Callable[[Any], Any],
-    low: float = -math.inf,
-    high: float = math.inf,
-    *,
-    above: float = -math.inf,
-    choices: tuple[str, ...] = (),
-    key: str = "",
-) -> Any:
-    """A field of a section: low and high are included, above is not; key is its name in TOML."""
-    rule = {"kind": kind, "low": low, "high": high, "above": above, "choices": choices, "key": key}
-    return field(default=default, metadata=rule)
-
-
-def _count(default: Any, low: int = 1, high: int = MOST_TOKENS) -> Any:
-    return _knob(default, _whole, low, high)
-
-
 # ---------------------------------------------------------------- the sections
 
 
@@ -110,13 +58,15 @@ class ModelSection:
     """The dimensions are for random weights only (name `dummy:...`); None keeps the catalogue's."""
 
     name: str = _knob("smollm2-135m", _filled)
-    dtype: str = _knob("fp32", _filled)
+    dtype: str = _knob("fp32", _text, choices=MODEL_DTYPES)
     layers: int | None = _count(None, high=1000)
     hidden: int | None = _count(None, high=1_000_000)
     heads: int | None = _count(None, high=10_000)
     kv_heads: int | None = _count(None, high=10_000)
     head_dim: int | None = _count(None, high=10_000)
     intermediate: int | None = _count(None, high=10_000_000)
+    experts: int | None = _count(None, high=10_000)
+    experts_per_token: int | None = _count(None, high=10_000)
     vocab: int | None = _count(None)
     max_context: int | None = _count(None)
 
@@ -129,9 +79,13 @@ class ModelSection:
 @dataclass(frozen=True, slots=True)
 class EngineSection:
     policies: tuple[str, ...] = _knob(("chunked",), _policies, key="policy")
-    page_size: int = _count(16, high=65_536)
+    page_size: int = _count(16, high=256)
     kv_tokens: int = _count(16_384, high=1_000_000_000)
     kv_pages: int | None = _count(None, high=1_000_000_000)
+    kv_bytes: int | None = _count(None, high=10**15)
+    kv_dtype: str = _knob("auto", _text, choices=("auto", "fp32", "bf16", "int8"))
+    prefix_cache: str = _knob("off", _text, choices=("off", "hash", "radix"))
+    preemption: str = _knob("recompute", _text, choices=("recompute", "swap"))
     max_seqs: int = _count(16, high=65_536)
     token_budget: int = _count(512)
     chunk: int | None = _count(None)
@@ -139,9 +93,20 @@ class EngineSection:
     products: str = _knob("auto", _text, choices=("auto", "plain", "onednn"))
     warmup_steps: int = _count(0, low=0, high=1_000_000)
 
-    @property
-    def total_pages(self) -> int:
-        return self.kv_pages or -(-self.kv_tokens // self.page_size)
+    def total_pages(self, bytes_per_token: int) -> int:
+        """Pages of the KV cache: as given, to hold kv_tokens, or as many as fit into kv_bytes.
+
+        bytes_per_token: what a token holds in the cache. Raises UsageError for less than a page.
+        """
+        if self.kv_bytes is None:
+            return self.kv_pages or -(-self.kv_tokens // self.page_size)
+        pages = self.kv_bytes // (self.page_size * bytes_per_token)
+        if pages < 1:
+            raise UsageError(
+                f"engine.kv_bytes is {self.kv_bytes:,}, and one page of {self.page_size} tokens "
+                f"takes {self.page_size * bytes_per_token:,}; give at least that"
+            )
+        return pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +114,17 @@ class SamplingSection:
     temperature: float = _knob(0.0, _real, 0, 100)
     top_k: int = _count(0, low=0)
     top_p: float = _knob(1.0, _real, high=1, above=0)
+    min_p: float = _knob(0.0, _real, 0, 1)
+    repetition_penalty: float = _knob(1.0, _real, high=10, above=0)
+    presence_penalty: float = _knob(0.0, _real, -10, 10)
+    frequency_penalty: float = _knob(0.0, _real, -10, 10)
+    logit_bias: tuple[tuple[int, float], ...] = _knob((), _token_biases)
+    logprobs: int | None = _count(None, low=0, high=MOST_LOGPROBS)
     max_tokens: int = _count(64)
+    min_tokens: int = _count(0, low=0)
     ignore_eos: bool = _knob(False, _flag)
+    stop: tuple[str, ...] = _knob((), _stop_strings)
+    stop_ids: tuple[int, ...] = _knob((), _token_ids)
     seed: int = _knob(0, _whole, -(2**63), 2**63 - 1)
 
 
@@ -165,6 +139,7 @@ class WorkloadSection:
     prompts: tuple[str, ...] | None = _knob(None, _texts)
     prompts_file: str | None = _knob(None, _filled)
     prompt_tokens: tuple[int, int] | None = _knob(None, _span, 1, MOST_TOKENS)
+    shared_tokens: int = _count(0, low=0)  # which every prompt of prompt_tokens begins with
     output_tokens: tuple[int, int] | None = _knob(None, _span, 1, MOST_TOKENS)
     chat: bool = _knob(True, _flag)
     client: str = _knob("", _text)
@@ -187,7 +162,17 @@ class RequestSection:
     temperature: float | None = _knob(None, _real, 0, 100)
     top_k: int | None = _count(None, low=0)
     top_p: float | None = _knob(None, _real, high=1, above=0)
+    min_p: float | None = _knob(None, _real, 0, 1)
+    repetition_penalty: float | None = _knob(None, _real, high=10, above=0)
+    presence_penalty: float | None = _knob(None, _real, -10, 10)
+    frequency_penalty: float | None = _knob(None, _real, -10, 10)
+    logit_bias: tuple[tuple[int, float], ...] | None = _knob(None, _token_biases)
+    logprobs: int | None = _count(None, low=0, high=MOST_LOGPROBS)
+    min_tokens: int | None = _count(None, low=0)
     ignore_eos: bool | None = _knob(None, _flag)
+    stop: tuple[str, ...] | None = _knob(None, _stop_strings)
+    stop_ids: tuple[int, ...] | None = _knob(None, _token_ids)
+    seed: int | None = _knob(None, _whole, -(2**63), 2**63 - 1)  # None: derived, another for each
     chat: bool = _knob(True, _flag)
     client: str = _knob("", _text)
     priority: int = _knob(0, _whole, -(2**31), 2**31)
@@ -281,6 +266,11 @@ def near(name: str, known: Iterable[str]) -> str:
 def check_workload(workload: WorkloadSection, source: str) -> None:
     """What no single value can show: does [workload] say how many, of what and how fast."""
     sized = workload.prompt_tokens is not None
+    if workload.shared_tokens >= (workload.prompt_tokens or (1, 1))[0]:
+        raise UsageError(
+            f"{source}: workload.shared_tokens is {workload.shared_tokens:,}; "
+            "give prompt_tokens that are always more"
+        )
     listed = workload.prompts is not None or workload.prompts_file is not None
     if workload.trace is not None:
         for key in ("requests", "rate_per_s", "output_tokens"):
@@ -301,10 +291,16 @@ def check_workload(workload: WorkloadSection, source: str) -> None:
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, int | float | str]]:
-    """'chunked,chunk=64' -> ('chunked', {'chunk': 64}). Names and keys are not judged here."""
+    """'chunked,chunk=64' -> ('chunked', {'chunk': 64}). Names and keys are not judged here.
+
+    A name is one of stepscope's, or PATH.py:NAME for a policy in a file.
+    """
     name, *settings = (part.strip() for part in text.split(","))
-    if not re.fullmatch(r"[A-Za-z][\w-]*", name):
-        raise UsageError(f"policy {text!r} does not begin with a name; write NAME,key=value,...")
+    if not re.fullmatch(r"[A-Za-z][\w-]*|.+\.py:[A-Za-z_]\w*", name):
+        raise UsageError(
+            f"policy {text!r} does not begin with a name; write NAME,key=value,... "
+            "or PATH.py:NAME,key=value,..."
+        )
     values: dict[str, int | float | str] = {}
     for setting in settings:
         key, _, value = (part.strip() for part in setting.partition("="))

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from random import Random
 
@@ -20,6 +20,7 @@ NS = 1_000_000_000
 MOST_REQUESTS = 1_000_000
 MOST_TOKENS = 10_000_000
 MOST_SECONDS = 1e6
+FIRST_FIELDS = 13  # of RequestSpec: those of the first version, up to priority
 
 Span = tuple[int, int]  # both ends included
 
@@ -41,6 +42,17 @@ class RequestSpec:
     chat: bool = False
     client: str = ""
     priority: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    own_seed: int | None = None  # given for this request, not derived
+    shared_tokens: int = 0  # of prompt_tokens: the same ones in every request that has some
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +93,10 @@ def draw(span: Span, random: Random) -> int:
 def numbered(requests: Sequence[RequestSpec], seed: str) -> tuple[RequestSpec, ...]:
     """Sorted by arrival (ties keep their order), ids from 0, each with its own sampling seed."""
     ordered = sorted(requests, key=lambda r: r.arrival_ns)
-    return tuple(replace(r, id=i, seed=derived_seed(seed, i)) for i, r in enumerate(ordered))
+    seeds = [
+        derived_seed(seed, i) if r.own_seed is None else r.own_seed for i, r in enumerate(ordered)
+    ]
+    return tuple(replace(r, id=i, seed=seeds[i]) for i, r in enumerate(ordered))
 
 
 def derived_seed(seed: str, request: int) -> int:
@@ -91,8 +106,16 @@ def derived_seed(seed: str, request: int) -> int:
 
 
 def fingerprint(requests: Sequence[RequestSpec]) -> str:
-    rows = [astuple(r) for r in requests]
+    rows = [_identity(r) for r in requests]
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+def _identity(request: RequestSpec) -> list[object]:
+    """Settings that came later count only where they are used: old runs keep their identity."""
+    later = fields(request)[FIRST_FIELDS:]
+    used = [[f.name, getattr(request, f.name)] for f in later]
+    changed = [pair for f, pair in zip(later, used, strict=True) if pair[1] != f.default]
+    return [*astuple(request)[:FIRST_FIELDS], *changed]
 
 
 def read_prompts(file: Path) -> tuple[str, ...]:

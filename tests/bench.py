@@ -1,7 +1,10 @@
 """`make bench`: decode ms per step of this engine and of transformers, paired in one run.
 
 Same weights, dtype, threads; the two are timed in turn, block by block, so that a change of the
-machine's speed hits both. Prints a table and writes JSON.
+machine's speed hits both. transformers has no int8 and int4 of this kind and runs in bf16 beside
+them. A second table sets each quantized format against this engine's own bf16: the speed-up beside
+the ratio of bytes, which is the most it could be where reading is all there is. A third one shows
+what each format costs in quality. Prints the tables and writes JSON.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,10 @@ from stepscope.models.load import LoadedModel, load_model
 from stepscope.runner.execute import build_decoder
 from stepscope.runner.probe import decode_plan, steps
 from stepscope.runner.torch_runner import TorchRunner
+from stepscope.spec import QUANTIZED, ModelSpec, compute_dtype
+from tests.quality import report
 
+MODEL = "smollm2-135m"
 BLOCKS = 7
 STEPS_PER_BLOCK = 6
 PAGE_SIZE = 16
@@ -74,10 +81,11 @@ def _state(model: LoadedModel) -> dict[str, torch.Tensor]:
 def theirs(model: Any, batch: int, context: int) -> Callable[[], list[float]]:
     """Blocks of decode steps with a dynamic cache; the greedy token is read back each step."""
     with torch.inference_mode():
-        prompt = torch.randint(5, 1000, (batch, context - 1))
+        prompt = torch.randint(5, 1000, (1, context - 1))
         first = model(prompt, use_cache=True, logits_to_keep=1)
-        token = first.logits[:, -1].argmax(-1, keepdim=True)
-    cache = first.past_key_values
+        token = first.logits[:, -1].argmax(-1, keepdim=True).repeat(batch, 1)
+        cache = first.past_key_values
+        cache.batch_repeat_interleave(batch)  # one prefill is enough: only its size matters here
 
     @torch.inference_mode()
     def block() -> list[float]:
@@ -121,16 +129,25 @@ def paired(a: Callable[[], list[float]], b: Callable[[], list[float]]) -> dict[s
     }
 
 
+def runner_for(model: LoadedModel, tokens: int) -> TorchRunner:
+    """With a cache of at least so many tokens."""
+    return TorchRunner(build_decoder(model, "auto"), -(-tokens // PAGE_SIZE), PAGE_SIZE)
+
+
+def step_bytes(spec: ModelSpec, batch: int, context: int) -> int:
+    return spec.weight_bytes + spec.kv_bytes_per_token * batch * context
+
+
 def rows(dtype: str, batches: list[int], context: int, threads: int) -> list[dict[str, Any]]:
-    model = load_model("smollm2-135m", dtype)
-    other = hugging_face(model)  # before the decoder takes the weights
+    model = load_model(MODEL, dtype)
+    floats = load_model(MODEL, compute_dtype(dtype)) if dtype in QUANTIZED else model
+    other = hugging_face(floats)  # before the decoder takes the weights
     ceilings = load_or_measure(model.spec, threads)
-    pages = max(batches) * -(-context // PAGE_SIZE)
-    runner = TorchRunner(build_decoder(model, "auto"), pages, PAGE_SIZE)
+    runner = runner_for(model, max(batches) * (context + PAGE_SIZE))
     found = []
     for batch in batches:
         result = paired(ours(runner, batch, context), theirs(other, batch, context))
-        read = model.spec.weight_bytes + model.spec.kv_bytes_per_token * batch * context
+        read = step_bytes(model.spec, batch, context)
         bound = read / ceilings.read_rate(read) * 1e3
         found.append(
             {
@@ -146,6 +163,46 @@ def rows(dtype: str, batches: list[int], context: int, threads: int) -> list[dic
     return found
 
 
+def fewer_bytes(dtypes: list[str], batches: list[int], context: int) -> list[dict[str, Any]]:
+    """Each format against this engine's own bf16, paired."""
+    tokens = max(batches) * (context + PAGE_SIZE)
+    base = runner_for(load_model(MODEL, "bf16"), tokens)
+    found = []
+    print("\nweights    batch  context   its ms   bf16 ms  speed-up  (range)     bytes  of them")
+    for dtype in dtypes:
+        runner = runner_for(load_model(MODEL, dtype), tokens)
+        for batch in batches:
+            found.append(against(base, runner, batch, context))
+            print(bytes_line(found[-1]), flush=True)
+    return found
+
+
+def against(base: TorchRunner, runner: TorchRunner, batch: int, context: int) -> dict[str, Any]:
+    result = paired(ours(runner, batch, context), ours(base, batch, context))
+    its, more = (step_bytes(r.decoder.spec, batch, context) for r in (runner, base))
+    return {
+        "dtype": runner.decoder.spec.dtype,
+        "products": runner.decoder.products,
+        "batch": batch,
+        "context": context,
+        "its_ms": result["ours_ms"],
+        "bf16_ms": result["theirs_ms"],
+        "speed_up": result["ratio"],
+        "speed_up_range": result["ratio_range"],
+        "bytes_ratio": more / its,
+        "speed_up_of_bytes_ratio": result["ratio"] * its / more,
+    }
+
+
+def bytes_line(row: dict[str, Any]) -> str:
+    low, high = row["speed_up_range"]
+    return (
+        f"{row['dtype']:<10} {row['batch']:>5} {row['context']:>8} {row['its_ms']:>8.1f} "
+        f"{row['bf16_ms']:>9.1f} {row['speed_up']:>8.2f}x  {low:.2f}-{high:.2f} "
+        f"{row['bytes_ratio']:>8.2f}x {row['speed_up_of_bytes_ratio'] * 100:>6.0f} %"
+    )
+
+
 def line(row: dict[str, Any]) -> str:
     low, high = row["ratio_range"]
     return (
@@ -158,18 +215,27 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("bench.json"))
-    parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32", "int8"])
+    parser.add_argument("--formats", nargs="+", default=["int8", "int4"], choices=QUANTIZED)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16, 32])
+    parser.add_argument("--context", nargs="+", type=int, default=[128, 1024])
+    parser.add_argument("--no-transformers", action="store_true", help="formats only")
+    parser.add_argument("--no-quality", action="store_true")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print("dtype batch  context   ours ms  transformers   ratio  (range)    bound ms  of bound")
+    compared = [] if options.no_transformers else options.dtype
+    if compared:
+        print("dtype batch  context   ours ms  transformers   ratio  (range)    bound ms  of bound")
     found = [
         row
-        for dtype in options.dtype
-        for row in rows(dtype, options.batch, options.context, options.threads)
+        for dtype in compared
+        for context in options.context
+        for row in rows(dtype, options.batch, context, options.threads)
     ]
+    fewer = fewer_bytes(options.formats, options.batch, min(options.context))
+    print()
+    quality = [] if options.no_quality else report(["bf16", *options.formats], MODEL)
     document = {
         "host": describe_host(),
         "threads": options.threads,
@@ -178,6 +244,8 @@ def main() -> None:
         "blocks": BLOCKS,
         "steps_per_block": STEPS_PER_BLOCK,
         "rows": found,
+        "fewer_bytes": fewer,
+        "quality": [asdict(row) for row in quality],
     }
     options.output.write_text(json.dumps(document, indent=1) + "\n")
     print(f"wrote {options.output}")

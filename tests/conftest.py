@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from stepscope.models.load import LoadedModel
 
 MODEL = "smollm2-135m"
+# (what, ids equal, max logit difference): shown as a table after the tests
+PARITY = pytest.StashKey[list[tuple[str, str, str]]]()
 
 # Two spinning OpenMP threads slow everything else on a small machine; must be set before torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -36,3 +38,20 @@ def smollm2(smollm2_path: Path) -> LoadedModel:
     from stepscope.models.load import load_model
 
     return load_model(str(smollm2_path), "fp32")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[PARITY] = []
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Model families against transformers, at the end of any run that tested them."""
+    rows = config.stash[PARITY]
+    if not rows:
+        return
+    terminalreporter.section("parity with transformers")
+    terminalreporter.write_line(f"{'family':<52} {'ids equal':>18}  max logit difference")
+    for name, ids, difference in rows:
+        terminalreporter.write_line(f"{name:<52} {ids:>18}  {difference}")

@@ -28,7 +28,14 @@ from stepscope.analyze.latency import (
 )
 from stepscope.analyze.model import Analysis, Stall, StepView
 from stepscope.analyze.stalls import contains_any, find_stalls, step_spans
-from stepscope.analyze.summary import batch_points, card, throughput, utilization, what_ifs
+from stepscope.analyze.summary import (
+    batch_points,
+    card,
+    prefix_hits,
+    throughput,
+    utilization,
+    what_ifs,
+)
 from stepscope.analyze.tail import Delay, find_delays, summarize_tail
 from stepscope.analyze.thresholds import Thresholds
 from stepscope.analyze.verdict import Findings, judge_run, judge_step, missing_inputs
@@ -54,6 +61,7 @@ def analyze(run: Run, limits: Thresholds | None = None) -> Analysis:
     batches = batch_points(frame)
     verdict = judge_run(Findings(frame, budget, summarize_tail(frame, delays), stalls))
     flags = find_flags(FlagInput(frame, decode_budget, verdict.name, budget.ranking(), batches))
+    hits, hit_share = prefix_hits(frame)
     return Analysis(
         answers=three_answers(Material(frame, decode_budget, stalls)),
         verdict=replace(verdict, flags=tuple(name for name, _ in flags)),
@@ -76,6 +84,8 @@ def analyze(run: Run, limits: Thresholds | None = None) -> Analysis:
         itl_ns=gaps,
         not_available=_not_available(frame, gaps),
         notes=frame.notes + _notes(frame, stalls, tokens),
+        prefix_hit_tokens=hits,
+        prefix_hit_share=hit_share,
     )
 
 

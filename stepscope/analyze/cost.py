@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 from stepscope.records import StepRecord
 from stepscope.spec import (
-    ELEMENT_BYTES,
     Ceilings,
     ModelSpec,
     attention_flops,
+    compute_dtype,
+    head_bytes,
     linear_flops,
     prefill_pairs,
     step_kv_bytes,
+    windowed_decode_tokens,
+    windowed_pairs,
+    windowed_prefill_tokens,
 )
 
 CONTEXT_GRAIN = 16  # the twin is interpolated on a grid: dispatch hardly depends on context
@@ -48,20 +52,13 @@ def computes_tokens(row: StepRecord) -> bool:
     return bool((row.num_decode_requests or 0) + (row.sum_prefill_tokens or 0))
 
 
-def head_bytes(spec: ModelSpec) -> int:
-    """Bytes of the output head, which only a step that samples reads."""
-    if spec.head_bytes is not None:
-        return spec.head_bytes
-    return spec.head_params * ELEMENT_BYTES[spec.dtype]
-
-
 class CostModel:
     """StepRecord -> StepCost for one model on one device."""
 
     def __init__(self, spec: ModelSpec, ceilings: Ceilings | None, dtype: str) -> None:
         self.spec = spec
         self.ceilings = ceilings
-        self.gemm_flops = ceilings.gemm_flops.get(dtype) if ceilings else None
+        self.gemm_flops = ceilings.gemm_flops.get(compute_dtype(dtype)) if ceilings else None
         self._twin: dict[tuple[int, int], float | None] = {}
 
     def of(self, row: StepRecord) -> StepCost:
@@ -75,13 +72,10 @@ class CostModel:
         new, cached = row.sum_prefill_tokens or 0, row.sum_prefill_kv_tokens or 0
         rows_sampled = decodes if row.num_output_tokens is None else row.num_output_tokens
         context = (row.sum_decode_kv_tokens or 0) + cached + new
-        weights = self.spec.weight_bytes - (0 if rows_sampled else head_bytes(self.spec))
-        kv = step_kv_bytes(self.spec, context)
-        pairs = (row.sum_decode_kv_tokens or 0) + prefill_pairs(
-            max(prefills, min(new, 1)), new, cached
-        )
-        flops = linear_flops(self.spec, decodes + new, rows_sampled)
-        flops += attention_flops(self.spec, pairs)
+        weights = self.spec.weight_bytes_of(decodes + new, row.expert_reads)
+        weights -= 0 if rows_sampled else head_bytes(self.spec)
+        kv, attention = self._attention(row, max(prefills, min(new, 1)))
+        flops = linear_flops(self.spec, decodes + new, rows_sampled) + attention
         rate = self.read_rate(weights + kv)
         return StepCost(
             weights,
@@ -91,6 +85,20 @@ class CostModel:
             (weights + kv) / rate * 1e9 if rate else None,
             flops / self.gemm_flops * 1e9 if self.gemm_flops else None,
             self.twin_ns(decodes + prefills, context),
+        )
+
+    def _attention(self, row: StepRecord, prefills: int) -> tuple[int, int]:
+        """(bytes of K and V, FLOPs); local layers read no more than their window."""
+        spec, decodes = self.spec, row.num_decode_requests or 0
+        new, cached = row.sum_prefill_tokens or 0, row.sum_prefill_kv_tokens or 0
+        decoded = row.sum_decode_kv_tokens or 0
+        seen = windowed_decode_tokens(spec, decodes, decoded)
+        local = seen + windowed_prefill_tokens(spec, prefills, new, cached)
+        pairs = decoded + prefill_pairs(prefills, new, cached)
+        local_pairs = seen + windowed_pairs(spec, prefills, new, cached)
+        return (
+            step_kv_bytes(spec, decoded + cached + new, local),
+            attention_flops(spec, pairs, local_pairs),
         )
 
     def read_rate(self, working_set_bytes: float) -> float | None:

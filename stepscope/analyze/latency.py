@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,13 +39,34 @@ def emission_times(rows: list[StepRecord]) -> dict[int, int]:
     return times
 
 
+def preemptions(frame: Frame) -> dict[int, list[int]]:
+    """Per request the steps that preempted it, ascending."""
+    begins = [row.begin_ns for row in frame.rows]
+    found: dict[int, list[int]] = defaultdict(list)
+    for event in frame.run.events:
+        index = bisect_right(begins, event.begin_ns) - 1
+        if event.kind == "preempt" and event.request is not None and index >= 0:
+            found[event.request].append(frame.rows[index].step)
+    return {request: sorted(steps) for request, steps in found.items()}
+
+
+def returns(part: Part, last_step: int, preempted: Sequence[int]) -> bool:
+    """Is the part the first after a preemption? The request computed last in `last_step`.
+
+    What was swapped out comes back with a decode, not with a recomputation.
+    """
+    return bisect_right(preempted, last_step) < bisect_left(preempted, part.first_step)
+
+
 def token_times(frame: Frame) -> dict[int, Tokens]:
     """Per request. A decode part emits one token per step, another part at most one at its end."""
     emitted = emission_times(frame.rows)
     tokens: dict[int, Tokens] = defaultdict(Tokens)
+    preempted = preemptions(frame)
     for part in sorted(frame.run.parts, key=lambda p: (p.request, p.first_step)):
         found = tokens[part.request]
-        if part.kind == "recompute":
+        last = found.steps[-1] if found.steps else part.first_step
+        if part.kind == "recompute" or returns(part, last, preempted.get(part.request, ())):
             found.preempted_before.add(len(found.times_ns))
         for step in _emitting_steps(part):
             if step in emitted:

@@ -117,4 +117,10 @@ METRICS: dict[str, Metric] = {
     "recomputed_tokens": Metric(
         "tokens computed a second time after a preemption", "tokens", "lower"
     ),
+    "prefix_hit_share": Metric(
+        "tokens that the prefix cache gave / (these + prefill tokens computed)",
+        "%",
+        "higher",
+        "vllm:prefix_cache_hits / queries, SGLang cache hit rate",
+    ),
 }

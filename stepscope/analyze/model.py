@@ -210,6 +210,8 @@ class Analysis:
     itl_ns: list[int]  # every gap, in time order
     not_available: list[tuple[str, str]]  # (what, why)
     notes: list[str] = field(default_factory=list)
+    prefix_hit_tokens: int | None = None  # None: the run had no prefix cache
+    prefix_hit_share: float | None = None  # of the prompt tokens that were needed
 
     def to_dict(self) -> dict[str, Any]:
         """The analysis as one JSON object, without the per-step and per-token arrays."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from stepscope.analyze.frame import Frame, prefill_tokens
+from stepscope.analyze.latency import preemptions, returns
 from stepscope.analyze.model import Stall
 from stepscope.analyze.tail import Delay
 from stepscope.records import Part
@@ -21,6 +22,7 @@ CAUSES = {
     "alloc": "the allocator grew",
     "noise": "other processes took the cores",
     "evict": "pages were evicted",
+    "swap": "pages were swapped",
     "graph_miss": "no graph fitted the batch",
     "preemption": "a request was preempted",
     "unknown": "no event or token explains it",
@@ -38,7 +40,7 @@ def find_stalls(frame: Frame, delays: list[Delay]) -> list[Stall]:
     ordered = sorted(steps)
     parts = sorted(frame.run.parts, key=lambda p: (p.request, p.first_step))
     culprits = _cover(ordered, _prefilling(parts))
-    victims = _cover(ordered, _decoding(parts))
+    victims = _cover(ordered, _decoding(parts, preemptions(frame)))
     stalls = [
         _stall(frame, d, culprits.get(step, ()), victims.get(step, ()))
         for d, step in zip(stalled, steps, strict=True)
@@ -94,17 +96,20 @@ def _prefilling(parts: list[Part]) -> Iterable[Interval]:
     return ((p.request, p.first_step, p.last_step) for p in parts if p.kind != "decode")
 
 
-def _decoding(parts: list[Part]) -> Iterable[Interval]:
+def _decoding(parts: list[Part], preempted: Mapping[int, Sequence[int]]) -> Iterable[Interval]:
     """From a request's token to its next decode: it either decodes or is blocked in between.
 
-    A preempted request leaves at its last decode and comes back with its recomputation: what it
-    waits for meanwhile is pages, not a turn. Parts are ordered by request and step.
+    A preempted request leaves at its last decode and comes back with its recomputation, or with
+    its pages: what it waits for meanwhile is these, not a turn. Parts are ordered by request and
+    step.
     """
     before: Part | None = None
     for part in parts:
         if part.kind == "decode":
-            follows = before is not None and before.request == part.request
-            first = before.last_step + 1 if before is not None and follows else part.first_step
+            first = part.first_step
+            if before is not None and before.request == part.request:
+                own = preempted.get(part.request, ())
+                first = first if returns(part, before.last_step, own) else before.last_step + 1
             yield (part.request, first, part.last_step)
         before = part
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from stepscope.analyze.budget import Budget
-from stepscope.analyze.frame import Frame
+from stepscope.analyze.frame import Frame, prefill_tokens
 from stepscope.analyze.latency import succeeded
 from stepscope.analyze.model import BatchPoint, Card, Throughput, WhatIf
-from stepscope.spec import ELEMENT_BYTES
+from stepscope.spec import matrix_bytes
 from stepscope.stats import mean, median, percentile
 from stepscope.text import ms, percent
 
@@ -83,12 +83,21 @@ def _batch_point(frame: Frame, size: int, indices: list[int]) -> BatchPoint:
     )
 
 
+def prefix_hits(frame: Frame) -> tuple[int | None, float | None]:
+    """Tokens from the prefix cache, and their share of these and the prefill tokens computed."""
+    hits = [r.prefix_hit_tokens for r in frame.rows if r.prefix_hit_tokens is not None]
+    if not hits:
+        return None, None
+    needed = sum(hits) + sum(prefill_tokens(r) for r in frame.rows)
+    return sum(hits), sum(hits) / needed if needed else None
+
+
 def gemv_rate(frame: Frame) -> float | None:
     """All measured shapes of the engine's dtype, one after the other: bytes / time."""
     points = [p for p in frame.ceilings.gemv if p.dtype == frame.dtype] if frame.ceilings else []
-    element = ELEMENT_BYTES.get(frame.dtype, 0)
-    total = sum(p.rows * p.cols * element for p in points)
-    seconds = sum(p.rows * p.cols * element / p.bytes_per_s for p in points if p.bytes_per_s)
+    sizes = [matrix_bytes(p.rows * p.cols, p.dtype) for p in points]
+    total = sum(sizes)
+    seconds = sum(s / p.bytes_per_s for s, p in zip(sizes, points, strict=True) if p.bytes_per_s)
     return total / seconds if seconds else None
 
 

@@ -100,6 +100,7 @@ def metrics(analysis: Analysis) -> dict[str, float | None]:
     flat["mbu"] = through.mbu
     flat["goodput_per_s"] = analysis.goodput.requests_per_s
     flat["preemptions"] = float(analysis.preemptions)
+    flat["prefix_hit_share"] = analysis.prefix_hit_share
     flat["failures"] = float(len(analysis.failures))
     return flat
 

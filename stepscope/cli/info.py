@@ -44,11 +44,9 @@ def _scenarios() -> list[tuple[str, str]]:
 
 
 def _policies() -> list[tuple[str, str]]:
-    from stepscope.engine.policies import POLICIES
+    from stepscope.engine.policies import described
 
-    return [
-        (name, " ".join((policy.assign.__doc__ or "").split())) for name, policy in POLICIES.items()
-    ]
+    return described()
 
 
 def _devices() -> list[tuple[str, str]]:
@@ -59,10 +57,9 @@ def _devices() -> list[tuple[str, str]]:
 
 def _models() -> list[tuple[str, str]]:
     from stepscope.models.catalogue import catalogue
-    from stepscope.models.dummy import dummy_names
+    from stepscope.models.dummy import described
 
-    dummies = [(f"dummy:{name}", "random weights") for name in dummy_names()]
-    return [(e.name, e.title) for e in catalogue()] + dummies
+    return [(e.name, e.title) for e in catalogue()] + described()
 
 
 def _metrics() -> list[tuple[str, str]]:

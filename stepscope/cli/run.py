@@ -44,10 +44,11 @@ def run(
         typer.Option(envvar="STEPSCOPE_MODEL", help="Name, file.gguf, directory or dummy:NAME."),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(envvar="STEPSCOPE_DTYPE", help="auto, fp32 or bf16.")
+        str | None, typer.Option(envvar="STEPSCOPE_DTYPE", help="auto, fp32, bf16, int8 or int4.")
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="NAME[,key=value]...; may be given several times.")
+        list[str] | None,
+        typer.Option(help="NAME[,key=value]..., see list policies, or PATH.py:NAME; repeatable."),
     ] = None,
     device: Annotated[str, typer.Option(envvar="STEPSCOPE_DEVICE", help="auto or cpu.")] = "auto",
     threads: Annotated[
@@ -92,6 +93,7 @@ def run(
         },
     )
     _check_device(device)
+    _check_policies(chosen)
     if dry_run:
         _print_origins(chosen, json)
         return
@@ -138,6 +140,13 @@ def _check_device(device: str) -> None:
         raise UsageError(f"there is no device '{device}'; choose auto or cpu")
 
 
+def _check_policies(scenario: Scenario) -> None:
+    from stepscope.engine.policies import policy_for
+
+    for text in scenario.engine.policies:
+        policy_for(scenario, text)
+
+
 def _print_origins(scenario: Scenario, json: bool) -> None:
     origins = scenario.origins()
     if json:
@@ -174,13 +183,15 @@ def _run_all(
         section.name, section.dtype, overrides=section.dimensions or None, progress=status.show
     )
     status.clear()
+    for sentence in model.notes:
+        status.say(sentence)
     ceilings = None
     if not no_ceilings:
         status.say("measuring the ceilings of this device (cached afterwards)")
         ceilings = load_or_measure(
             model.spec, threads, progress=lambda what, share: status.show(f"measuring {what}")
         )
-    decoder = build_decoder(model, scenario.engine.products)
+    decoder = build_decoder(model, scenario.engine.products, scenario.engine.kv_dtype)
     several = len(policies) > 1
     paths: list[Path] = []
     watcher = Watcher(on_progress=status.step, on_phase=status.say)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from stepscope.device.host import cpu_model, machine_key, memory_bytes
 from stepscope.errors import StepscopeError
-from stepscope.spec import ELEMENT_BYTES, Ceilings, GemvPoint, ModelSpec
+from stepscope.spec import ELEMENT_BYTES, QUANTIZED, Ceilings, GemvPoint, ModelSpec
 from stepscope.stats import median, percentile
 from stepscope.store import write_atomically
 
@@ -153,6 +153,7 @@ def measure(
         gemv=tuple(
             GemvPoint(name, rows, cols, spec.dtype, gemv[name].per_s)
             for name, rows, cols in gemv_shapes(spec)
+            if name in gemv
         ),
         extra={
             "seconds": (plan.clock() - begin) / 1e9,
@@ -233,6 +234,10 @@ def gemv_rates(spec: ModelSpec, plan: Plan) -> dict[str, Rate]:
     """
     import torch
 
+    if spec.dtype in QUANTIZED:
+        from stepscope.device.packed_gemv import packed_gemv_rates
+
+        return packed_gemv_rates(spec, plan)
     dtype = torch_dtype(spec.dtype)
     element = ELEMENT_BYTES[spec.dtype]
     largest = max(rows * cols for _, rows, cols in gemv_shapes(spec))

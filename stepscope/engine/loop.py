@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from stepscope.engine.plan import Clock, Runner, StepPlan
 from stepscope.engine.recorder import Recorder
-from stepscope.engine.request import Request
+from stepscope.engine.request import Request, TokenLogprobs
 from stepscope.engine.scheduler import Scheduler
+from stepscope.engine.stops import StopText
 from stepscope.records import (
     COMMIT,
     D2H_WAIT,
@@ -25,6 +26,7 @@ from stepscope.records import (
     SCHEDULE,
     StepRecord,
 )
+from stepscope.text import plural
 
 IDLE_SLICE_NS = 20_000_000  # an interrupt is noticed within one slice
 
@@ -55,6 +57,7 @@ class Output:
     token: int
     piece: str
     finished: bool
+    logprobs: TokenLogprobs | None = None
 
 
 class Engine:
@@ -98,12 +101,15 @@ class Engine:
         if not plan.slices:
             self._idle()
             return
+        if plan.moves:
+            self._move(plan)
         batch = runner.prepare(plan)
         lap(PREPARE)
         logits = runner.forward(batch, lap)  # gather and forward alternate, layer by layer
         sampled = runner.sample(logits, batch)
         lap(SAMPLE)
         token_ids = runner.fetch(sampled)
+        self._take_logprobs(plan, batch)
         lap(D2H_WAIT)
         results = self.scheduler.commit(plan, token_ids)
         lap(COMMIT)
@@ -114,7 +120,7 @@ class Engine:
         self._close(plan, results)
 
     def _receive(self) -> None:
-        now = self.clock.now()
+        now = self.scheduler.now_ns = self.clock.now()
         for request in self.inbox.poll(now):
             request.record.queued_ns = now
             if request.record.error:  # refused before it became tokens
@@ -122,12 +128,44 @@ class Engine:
             else:
                 self.scheduler.add(request)
 
+    def _move(self, plan: StepPlan) -> None:
+        """Copy KV rows, before any is written. Swapping is a part of `prepare` told apart."""
+        begin = self.recorder.mark
+        self.runner.move(plan.moves)
+        if plan.swapped_pages:
+            self.recorder.lap(PREPARE)
+            plan.swap_ns = self.recorder.mark - begin
+            back = sum(move.kind == "in" for move in plan.moves)
+            detail = f"{plural(plan.swapped_pages - back, 'page')} out, {back} back"
+            self.recorder.event("swap", None, detail, begin)
+
+    def _take_logprobs(self, plan: StepPlan, batch: Any) -> None:
+        asked = [
+            s.request for s in plan.slices if s.samples and s.request.sampling.logprobs is not None
+        ]
+        if asked:
+            for request, values in zip(asked, self.runner.logprobs(batch), strict=True):
+                request.logprobs = values
+
     def _detokenize(self, request: Request, token: int) -> Output:
-        finished = request.record.finish_reason is not None
-        piece = self.text.push(request.id, token)
-        if finished:
+        """The text of a stop id is not shown, nor is anything from a stop string on."""
+        reason = request.record.finish_reason
+        piece = "" if reason == "stop" else self.text.push(request.id, token)
+        if reason is not None:
             piece += self.text.flush(request.id)
-        return Output(request, token, piece, finished)
+        if request.stop_text is not None:
+            piece = self._until_stop(request, request.stop_text, piece)
+        finished = request.record.finish_reason is not None
+        return Output(request, token, piece, finished, request.logprobs)
+
+    def _until_stop(self, request: Request, watch: StopText, piece: str) -> str:
+        shown = watch.push(piece, request.output_tokens > request.sampling.min_tokens)
+        if watch.met:
+            self.text.flush(request.id)
+            self.scheduler.stop(request)
+        elif request.record.finish_reason is not None:
+            shown += watch.flush()
+        return shown
 
     def _close(self, plan: StepPlan, results: Sequence[tuple[Request, int]]) -> None:
         """Stamp the requests and write the row: what this takes is `other`."""
@@ -140,7 +178,10 @@ class Engine:
             if request.record.first_token_ns is None:
                 request.record.first_token_ns = recorder.mark
         for request in self.scheduler.preempted:
-            recorder.event("preempt", request.id, f"{request.high_water} tokens to compute again")
+            again = "swapped out" if request.host_pages else "to compute again"
+            recorder.event("preempt", request.id, f"{request.high_water} tokens {again}")
+        if plan.evicted_pages:
+            recorder.event("evict", None, plural(plan.evicted_pages, "cached page"))
         row = recorder.end_step(plan, len(results), self.runner.gather_bytes)
         self._finish_row(row)
 
@@ -171,6 +212,7 @@ class Engine:
         for request in ended:
             request.record.finished_ns = now
             self.recorder.end_request(request.id)
+            self.text.flush(request.id)  # one that failed still has its text open
         return len(ended)
 
     def _work_left(self) -> bool:

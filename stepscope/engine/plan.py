@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from stepscope.engine.request import Request
+from stepscope.engine.request import Request, TokenLogprobs
 from stepscope.records import PartKind
 
 Lap = Callable[[int], None]  # give the time since the last mark to this phase
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """KV rows to bring elsewhere before a step writes any.
+
+    copy: the first `rows` rows of page `source` to page `target`. out: page `source` to place
+    `target` in host memory. in: place `source` to page `target`.
+    """
+
+    kind: Literal["copy", "out", "in"]
+    source: int
+    target: int
+    rows: int = 0
 
 
 @dataclass(slots=True)
@@ -22,6 +36,7 @@ class Slice:
     kind: PartKind
     samples: bool
     recomputed: int = 0
+    cached: int = 0  # tokens before `start` that the prefix cache gave it in this step
 
     @property
     def context(self) -> int:
@@ -41,6 +56,12 @@ class StepPlan:
     running: int = 0  # after admission and preemption: what the step runs with
     waiting: int = 0
     used_pages: int = 0
+    evicted_pages: int | None = None  # which the prefix cache gave up; None without one
+    prefix_hit_tokens: int | None = None
+    swapped_pages: int | None = None  # to host memory and back; None without swapping
+    swap_ns: int | None = None
+    expert_reads: int | None = None  # told by the runner; None without experts
+    moves: list[Move] = field(default_factory=list)  # in order; earlier ones may feed later ones
 
     @property
     def slices(self) -> list[Slice]:
@@ -58,6 +79,9 @@ class Runner(Protocol):
     def gather_bytes(self) -> int | None:
         """K and V bytes of context assembled by the last forward; None where read in place."""
 
+    def move(self, moves: Sequence[Move]) -> None:
+        """Bring KV rows elsewhere, one move after the other."""
+
     def prepare(self, plan: StepPlan) -> Any: ...
 
     def forward(self, batch: Any, lap: Lap) -> Any:
@@ -66,7 +90,13 @@ class Runner(Protocol):
     def sample(self, logits: Any, batch: Any) -> Any: ...
 
     def fetch(self, sampled: Any) -> Sequence[int]:
-        """Token ids on the host: the synchronisation point of a step."""
+        """Token ids on the host: the synchronisation point of a step.
+
+        -1 for a row whose logits are not finite: that request alone fails.
+        """
+
+    def logprobs(self, batch: Any) -> Sequence[TokenLogprobs]:
+        """Of the sampled slices that asked for them, in order; called after fetch, if any did."""
 
 
 class Clock(Protocol):

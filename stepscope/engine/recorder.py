@@ -42,8 +42,12 @@ class Recorder:
         self._spent[phase] += now - self.mark
         self.mark = now
 
-    def event(self, kind: str, request: int | None = None, detail: str = "") -> None:
-        self.events.append(Event(self.mark, self.mark, kind, request, detail))
+    def event(
+        self, kind: str, request: int | None = None, detail: str = "", begin_ns: int | None = None
+    ) -> None:
+        """Ends at the last mark, where it also began if begin_ns is not given."""
+        begin = self.mark if begin_ns is None else begin_ns
+        self.events.append(Event(begin, self.mark, kind, request, detail))
 
     def end_idle(self) -> StepRecord:
         """Close an iteration that computed nothing: it waited for arrivals."""
@@ -64,6 +68,7 @@ class Recorder:
         row.num_decode_requests = len(decodes)
         row.sum_decode_kv_tokens = sum(s.context for s in decodes)
         row.recompute_tokens = sum(s.recomputed for s in prefills)
+        row.expert_reads = plan.expert_reads
         row.num_output_tokens = output_tokens
         row.num_admitted = plan.admitted
         row.num_preempted = plan.preempted
@@ -71,6 +76,10 @@ class Recorder:
         row.num_running = plan.running
         row.num_waiting = plan.waiting
         row.kv_used_pages = plan.used_pages
+        row.prefix_hit_tokens = plan.prefix_hit_tokens
+        row.evicted_pages = plan.evicted_pages
+        row.swapped_pages = plan.swapped_pages
+        row.swap_ns = plan.swap_ns
         row.kv_gather_bytes = gather_bytes
         return row
 

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from stepscope.engine.kv import PagePool
+from stepscope.engine.memory import Memory
 from stepscope.engine.plan import Slice, StepPlan
 from stepscope.engine.policies import Policy, View
+from stepscope.engine.prefix import PrefixCache
 from stepscope.engine.request import Request
 from stepscope.records import PartKind
+
+NOT_FINITE = (
+    "the model's logits for its next token are not finite (NaN or infinity); "
+    "check the weights, or try --dtype fp32"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +34,28 @@ class Limits:
 class Scheduler:
     """Owns the queues and the pages. Requests that ended in a step are in `ended` until taken."""
 
-    def __init__(self, policy: Policy, pool: PagePool, limits: Limits, eos: Sequence[int]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        pool: PagePool,
+        limits: Limits,
+        eos: Sequence[int],
+        prefix: PrefixCache | None = None,
+        swap: bool = False,  # preempted requests wait in host memory and compute nothing again
+    ) -> None:
         self.policy = policy
         self.pool = pool
+        self.memory = Memory(pool, prefix)
+        self.swap = swap
         self.limits = limits
         self.eos = frozenset(eos)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.ended: list[Request] = []
         self.preempted: list[Request] = []
+        self.now_ns = 0  # when this iteration began, told by the loop
+        self._last: Sequence[Slice] = ()  # what was committed since the policy was asked
+        self._remembered: Any = None  # the policy's own, folded over the views
 
     @property
     def busy(self) -> bool:
@@ -55,19 +75,22 @@ class Scheduler:
         elif need > self.pool.total:
             self._fail_for_pages(request, need)
         else:
+            request.prefix = self.memory.prefix
+            request.record.cached_tokens = None if request.prefix is None else 0
             self.waiting.append(request)
 
     def schedule(self) -> StepPlan:
         """Ask the policy and make its grants real. An empty plan means there is nothing to do."""
         self.preempted = []
         plan = StepPlan()
-        view = self._view()
+        view = self._ask(plan)
+        chosen = len(self.preempted)
         running = set(map(id, self.running))
         for seen, tokens in self.policy.assign(view):
             request = cast(Request, seen)
             if id(request) in running:
-                self._grow(request, tokens, plan)
-            elif self.preempted:
+                self._grow(request, tokens, plan, view)
+            elif len(self.preempted) > chosen:
                 break  # pages just ran out: this is no moment to let somebody in
             else:
                 self._admit(request, tokens, plan, self.policy.admit(view, request))
@@ -76,39 +99,79 @@ class Scheduler:
         plan.preempted = len(self.preempted)
         plan.running, plan.waiting = len(self.running), len(self.waiting)
         plan.used_pages = self.pool.used
+        if plan.slices:  # else nothing is computed, and the next step takes them
+            self._hand_over(plan)
         return plan
+
+    def _hand_over(self, plan: StepPlan) -> None:
+        """What was moved and evicted for this step."""
+        memory = self.memory
+        plan.moves, memory.moves = memory.moves, []
+        if self.swap:
+            plan.swapped_pages = sum(move.kind in ("in", "out") for move in plan.moves)
+        if memory.prefix is not None:
+            plan.evicted_pages, memory.evicted = memory.evicted, 0
+            plan.prefix_hit_tokens = sum(piece.cached for piece in plan.slices)
 
     def commit(self, plan: StepPlan, token_ids: Sequence[int]) -> list[tuple[Request, int]]:
         """Append sampled tokens (one per sampling slice), end what is finished, free its pages."""
         results: list[tuple[Request, int]] = []
+        self._last = plan.slices
         tokens = iter(token_ids)
         for piece in plan.slices:
             request = piece.request
             request.computed = piece.context
             request.high_water = max(request.high_water, request.computed)
             request.record.recomputed_tokens += piece.recomputed
+            if request.record.cached_tokens is not None:
+                request.record.cached_tokens += piece.cached
             if piece.samples:
                 token = next(tokens)
+                if token < 0:  # the runner's word for logits that are not finite
+                    piece.samples = False
+                    self._fail(request, NOT_FINITE)
+                    continue
                 request.tokens.append(token)
                 request.record.output_tokens += 1
                 results.append((request, token))
                 self._stop_if_done(request, token)
+            if piece.kind != "decode" and request.record.finish_reason is None:
+                self.memory.remember(request)
         return results
 
     def refuse(self, request: Request) -> None:
         """End a request that came with an error of its own (it could not be tokenized)."""
         self._end(request, "error")
 
+    def stop(self, request: Request) -> None:
+        """Its text met a stop string: it ends, or has ended already and the reason changes."""
+        if request.record.finish_reason is None:
+            self._end(request, "stop")
+        else:
+            request.record.finish_reason = "stop"
+
     def fail_head(self) -> None:
         """Nothing runs and the first in the queue does not fit: it never will."""
         if self.waiting:
             head = self.waiting[0]
-            self._fail_for_pages(head, self.pool.pages_for(head.todo))
+            self._fail_for_pages(head, self.pool.pages_for(len(head.tokens)))
 
     def abort_all(self) -> None:
         """End everything that is queued or running (the run was interrupted)."""
         for request in [*self.running, *self.waiting]:
             self._end(request, "aborted")
+
+    def _ask(self, plan: StepPlan) -> View:
+        """Let the policy remember what happened, and preempt whom it wants out of the way."""
+        view = self._view()
+        self._remembered = self.policy.remember(view.memory, view)
+        self._last = ()
+        if self._remembered is not None:
+            view = replace(view, memory=self._remembered)
+        unwanted = self.policy.evict(view)
+        for seen in unwanted:
+            self._preempt(cast(Request, seen), plan)
+        return self._view() if unwanted else view
 
     def _view(self) -> View:
         growth = sum(
@@ -117,7 +180,7 @@ class Scheduler:
         return View(
             waiting=self.waiting,
             running=self.running,
-            free_pages=self.pool.free,
+            free_pages=self.pool.available,
             total_pages=self.pool.total,
             page_size=self.pool.page_size,
             growth=growth,
@@ -125,53 +188,54 @@ class Scheduler:
             chunk=self.limits.chunk,
             max_seqs=self.limits.max_seqs,
             policy=self.policy,
+            now_ns=self.now_ns,
+            last=self._last,
+            memory=self._remembered,
         )
 
-    def _grow(self, request: Request, tokens: int, plan: StepPlan) -> None:
+    def _grow(self, request: Request, tokens: int, plan: StepPlan, view: View) -> None:
         """Give a running request the pages for its next tokens, preempting others for them."""
         while request in self.running:
             need = self.pool.pages_for(request.computed + tokens)
-            if self._hold(request, need):
+            if self.memory.hold(request, need):
                 _append(plan, request, tokens)
                 return
             if len(self.running) == 1:
                 self._fail_for_pages(request, need)
                 return
-            self._preempt(cast(Request, self.policy.victim(self.running)), plan)
+            self._preempt(cast(Request, self.policy.victim(view, self.running)), plan)
 
     def _admit(self, request: Request, tokens: int, plan: StepPlan, pages: int) -> None:
-        if not self._hold(request, pages):
+        before = request.computed  # 0, or what was swapped out
+        if not self.memory.enter(request, tokens, pages):
             return
         self.waiting.remove(request)
         self.running.append(request)
         plan.admitted += 1
-        _append(plan, request, tokens)
-
-    def _hold(self, request: Request, pages: int) -> bool:
-        """Let the request hold at least so many pages; False, and nothing taken, if it cannot."""
-        taken = self.pool.take(max(pages - len(request.pages), 0))
-        if taken is None:
-            return False
-        request.pages.extend(taken)
-        return True
+        _append(plan, request, min(tokens, request.todo), request.computed - before)
 
     def _preempt(self, victim: Request, plan: StepPlan) -> None:
-        """Free its pages; it returns to the head of the queue with nothing computed."""
+        """Free its pages; it returns to the head of the queue, swapped out or to be recomputed."""
         plan.drop(victim)
-        self._release(victim)
         self.running.remove(victim)
-        victim.computed = 0
+        if self.swap and victim.computed:
+            self.memory.swap_out(victim)
+        else:
+            self.memory.remember(victim)
+            self.memory.release(victim)
+            victim.computed = 0
         victim.record.preemptions += 1
         self.waiting.appendleft(victim)
         self.preempted.append(victim)
 
     def _stop_if_done(self, request: Request, token: int) -> None:
-        if token in self.eos and not request.sampling.ignore_eos:
+        sampling, count = request.sampling, request.output_tokens
+        may_stop = count > sampling.min_tokens
+        if may_stop and token in self.eos and not sampling.ignore_eos:
             self._end(request, "eos")
-        elif (
-            request.output_tokens >= request.sampling.max_tokens
-            or len(request.tokens) >= self.limits.max_context
-        ):
+        elif may_stop and token in sampling.stop_ids:
+            self._end(request, "stop")
+        elif count >= sampling.max_tokens or len(request.tokens) >= self.limits.max_context:
             self._end(request, "length")
 
     def _fail_for_pages(self, request: Request, need: int) -> None:
@@ -190,22 +254,20 @@ class Scheduler:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
-        self._release(request)
+        if reason != "error":
+            self.memory.remember(request)
+        self.memory.release(request)
         request.record.finish_reason = reason
         self.ended.append(request)
 
-    def _release(self, request: Request) -> None:
-        self.pool.give_back(request.pages)
-        del request.pages[:]
 
-
-def _append(plan: StepPlan, request: Request, tokens: int) -> None:
+def _append(plan: StepPlan, request: Request, tokens: int, cached: int = 0) -> None:
     """Add the slice. Tokens below the high-water mark were computed once before: recompute."""
     start = request.computed
     recomputed = max(0, min(start + tokens, request.high_water) - start)
     samples = tokens == request.todo
     if request.decoding:
-        plan.decodes.append(Slice(request, start, tokens, "decode", samples))
+        plan.decodes.append(Slice(request, start, tokens, "decode", samples, cached=cached))
     else:
         kind: PartKind = "recompute" if recomputed else "prefill"
-        plan.prefills.append(Slice(request, start, tokens, kind, samples, recomputed))
+        plan.prefills.append(Slice(request, start, tokens, kind, samples, recomputed, cached))

@@ -1,36 +1,45 @@
-"""The decoder of the Llama family: one forward over the concatenated tokens of a step.
+"""The decoder: one forward over the concatenated tokens of a step, for every family.
 
 Pre-norm RMSNorm (Zhang & Sennrich, 2019), rotary positions (Su et al., 2021) in rotate-half order,
-grouped-query attention (Ainslie et al., 2023), SwiGLU (Shazeer, 2020). T = tokens of the step.
+grouped-query attention (Ainslie et al., 2023), SwiGLU (Shazeer, 2020). What else a family has (a
+bias, norms of q and k, norms after a block, experts, a window) the spec names, and it is None here
+where it is absent. T = tokens of the step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
 from stepscope.engine.plan import Lap
-from stepscope.models.attention import AttentionBatch, attend
+from stepscope.models.attention import AttentionBatch, attend, attention_product
+from stepscope.models.experts import ACTIVATIONS, GatedMlp, Reads, RoutedExperts
 from stepscope.models.kv_cache import KvCache
 from stepscope.models.linear import Linear
+from stepscope.models.rope import rope_tables
 from stepscope.records import FORWARD, GATHER
 from stepscope.spec import ModelSpec
 
 
 @dataclass(slots=True)
 class Layer:
+    local: bool
     attn_norm: torch.Tensor
     qkv: Linear
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None  # (heads + kv_heads, head_dim): q's for each head, then k's
     o: Linear
+    post_attn_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Callable[[torch.Tensor], torch.Tensor]
+    post_mlp_norm: torch.Tensor | None
 
 
 class Decoder:
-    """Takes the weights out of a dict of canonical names (see `models.load`): held once.
+    """Takes the weights out of a dict of canonical names (see `models.tensors`): held once.
 
     products: plain or onednn, see `models.linear`.
     """
@@ -45,10 +54,17 @@ class Decoder:
         # A tied head is looked up by row as well, so it keeps the plain layout.
         head = weights.pop("head", None)
         self.head = Linear(self.embed if head is None else head, products, head is not None)
-        self.layers = [_take_layer(weights, i, products) for i in range(spec.layers)]
-        self.cos, self.sin = rope_tables(spec, self.embed.dtype)
+        self.expert_reads = Reads()
+        self.layers = [
+            _take_layer(spec, weights, i, products, self.expert_reads) for i in range(spec.layers)
+        ]
+        self.full_rope, self.local_rope = rope_tables(spec, self.embed.dtype)
         self.heads_width = spec.heads * spec.head_dim
         self.rotated_width = (spec.heads + spec.kv_heads) * spec.head_dim
+        self._product = attention_product(spec)
+        self._embed_scale: float | None = None
+        if spec.scale_embeddings:  # rounded to the weights' dtype, as Gemma was trained
+            self._embed_scale = torch.tensor(spec.hidden**0.5, dtype=self.embed.dtype).item()
 
     def forward(
         self,
@@ -61,59 +77,102 @@ class Decoder:
         """Logits (B, vocab) of the sampled rows, for tokens and positions (T,)."""
         spec = self.spec
         size, eps = (spec.hidden,), spec.norm_eps
-        cos = self.cos.index_select(0, positions).unsqueeze(1)
-        sin = self.sin.index_select(0, positions).unsqueeze(1)
-        x = self.embed.index_select(0, tokens)
+        full = local = self._angles(self.full_rope, positions)
+        if self.local_rope is not self.full_rope:
+            local = self._angles(self.local_rope, positions)
+        self.expert_reads.count = None
+        x = self._embedded(tokens)
         for index, layer in enumerate(self.layers):
+            view, angles = (batch.local, local) if layer.local else (batch.full, full)
             qkv = layer.qkv(F.rms_norm(x, size, layer.attn_norm, eps))
-            self._rotate(qkv, cos, sin)
+            if layer.qkv_bias is not None:
+                qkv += layer.qkv_bias
+            self._rotate(qkv, layer.qk_norm, *angles)
             cache.write(index, batch.write_slots, qkv[:, self.heads_width :])
             lap(FORWARD)
-            context = cache.gather(index, batch.read_slots)
+            context = cache.gather(index, view.read_slots)
             lap(GATHER)
-            attended = attend(spec, qkv[:, : self.heads_width], context, batch)
-            x = x + layer.o(attended)
-            gate_up = layer.gate_up(F.rms_norm(x, size, layer.mlp_norm, eps))
-            gate, up = gate_up.chunk(2, -1)
-            x = x + layer.down(F.silu(gate).mul_(up))
-        if batch.sampled_rows is not None:
-            x = x.index_select(0, batch.sampled_rows)
-        logits = self.head(F.rms_norm(x, size, self.final_norm, eps))
+            y = layer.o(attend(spec, qkv[:, : self.heads_width], context, view, self._product))
+            if layer.post_attn_norm is not None:
+                y = F.rms_norm(y, size, layer.post_attn_norm, eps)
+            x = x + y
+            y = layer.mlp(F.rms_norm(x, size, layer.mlp_norm, eps))
+            if layer.post_mlp_norm is not None:
+                y = F.rms_norm(y, size, layer.post_mlp_norm, eps)
+            x = x + y
+        logits = self._logits(x, batch)
         lap(FORWARD)
         return logits
 
-    def _rotate(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotate q and k in place. The sign of rotate-half lives in the sine table."""
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed.index_select(0, tokens)
+        return x if self._embed_scale is None else x * self._embed_scale
+
+    def _angles(
+        self, tables: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = tables
+        return (
+            cos.index_select(0, positions).unsqueeze(1),
+            sin.index_select(0, positions).unsqueeze(1),
+        )
+
+    def _rotate(
+        self,
+        qkv: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> None:
+        """Norm, where there is one, and rotate q and k in place."""
         spec = self.spec
         heads = spec.heads + spec.kv_heads
         # A view, not a reshape: it must write into qkv, so it raises rather than copy.
         both = qkv[:, : self.rotated_width].view(-1, heads, spec.head_dim)
+        if qk_norm is not None:
+            both.copy_(F.rms_norm(both, (spec.head_dim,), eps=spec.norm_eps)).mul_(qk_norm)
         rolled = both.roll(spec.head_dim // 2, -1)
         both.mul_(cos).addcmul_(rolled, sin)
 
+    def _logits(self, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        if batch.sampled_rows is not None:
+            x = x.index_select(0, batch.sampled_rows)
+        logits = self.head(F.rms_norm(x, (self.spec.hidden,), self.final_norm, self.spec.norm_eps))
+        cap = self.spec.final_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
-def _take_layer(weights: dict[str, torch.Tensor], index: int, products: str) -> Layer:
+
+def _take_layer(
+    spec: ModelSpec, weights: dict[str, torch.Tensor], index: int, products: str, reads: Reads
+) -> Layer:
+    layer = f"layers.{index}."
+
     def take(name: str) -> torch.Tensor:
-        return weights.pop(f"layers.{index}.{name}")
+        return weights.pop(layer + name)
+
+    def mlp(prefix: str = "") -> GatedMlp:
+        gate_up = Linear(take(f"{prefix}gate_up"), products)
+        down = Linear(take(f"{prefix}down"), products)
+        return GatedMlp(gate_up, down, ACTIVATIONS[spec.activation])
+
+    def experts() -> RoutedExperts:
+        router = Linear(take("router"), products)
+        each = [mlp(f"experts.{i}.") for i in range(spec.experts)]
+        return RoutedExperts(router, each, spec.experts_per_token, spec.renormalize, reads)
 
     return Layer(
+        local=spec.is_local(index),
         attn_norm=take("attn_norm"),
         qkv=Linear(take("qkv"), products),
+        qkv_bias=weights.pop(f"{layer}qkv_bias", None),
+        qk_norm=_per_head(spec, take("q_norm"), take("k_norm")) if spec.qk_norm else None,
         o=Linear(take("o"), products),
+        post_attn_norm=weights.pop(f"{layer}post_attn_norm", None),
         mlp_norm=take("mlp_norm"),
-        gate_up=Linear(take("gate_up"), products),
-        down=Linear(take("down"), products),
+        mlp=experts() if spec.experts else mlp(),
+        post_mlp_norm=weights.pop(f"{layer}post_mlp_norm", None),
     )
 
 
-def rope_tables(spec: ModelSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and signed sin, (max_context, head_dim) each, angles in float32 as transformers does."""
-    half = spec.head_dim // 2
-    inverse = 1.0 / spec.rope_theta ** (
-        torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
-    )
-    angles = torch.outer(torch.arange(spec.max_context).float(), inverse)
-    sign = torch.cat((-torch.ones(half), torch.ones(half)))
-    cos = torch.cat((angles.cos(), angles.cos()), -1)
-    sin = torch.cat((angles.sin(), angles.sin()), -1) * sign
-    return cos.to(dtype), sin.to(dtype)
+def _per_head(spec: ModelSpec, q_norm: torch.Tensor, k_norm: torch.Tensor) -> torch.Tensor:
+    return torch.cat((q_norm.expand(spec.heads, -1), k_norm.expand(spec.kv_heads, -1)))

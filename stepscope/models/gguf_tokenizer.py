@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer rebuilt from GGUF metadata (tokenizer model `gpt2`)."""
+"""A tokenizer rebuilt from GGUF metadata: byte-level BPE (`gpt2`) or SentencePiece (`llama`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,23 @@ from tokenizers.models import BPE
 
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.models.gguf_file import GgufFile
-from stepscope.models.tokenizer import END_TOKENS, TextTokenizer, TokenizerParts, byte_level_bytes
+from stepscope.models.gguf_sentencepiece import adds_space, sentencepiece_backend
+from stepscope.models.tokenizer import (
+    END_TOKENS,
+    TextTokenizer,
+    TokenizerParts,
+    byte_level_bytes,
+    sentencepiece_bytes,
+)
 from stepscope.text import listing
 
 CONTROL, USER_DEFINED = 3, 4
 MOST_IDS = 1 << 32  # `tokenizers` counts in 32 bits
-ADDS_BOS = ("llama-bpe",)  # where the file does not say, as llama.cpp does (src/llama-vocab.cpp)
+SENTENCEPIECE = "llama"
+ADDS_BOS = (
+    "llama-bpe",
+    SENTENCEPIECE,
+)  # where the file does not say, as llama.cpp does (src/llama-vocab.cpp)
 WHOLE_WORDS_FIRST = ("llama-bpe",)  # a word that is a token is never split by merges
 
 
@@ -58,15 +69,18 @@ def tokenizer_from_gguf(file: GgufFile) -> TextTokenizer | None:
     """
     if "tokenizer.ggml.model" not in file.metadata:
         return None
-    pre = _pre_tokenizer_name(file)
+    pieces = file.need("tokenizer.ggml.model", str) == SENTENCEPIECE
+    pre = SENTENCEPIECE if pieces else _pre_tokenizer_name(file)
     tokens = _tokens(file)
-    backend = _backend(file, tokens, pre)
+    backend = _sentencepiece(file, tokens) if pieces else _backend(file, tokens, pre)
+    backend.add_special_tokens(_of_kind(file, tokens, CONTROL))
+    backend.add_tokens(_of_kind(file, tokens, USER_DEFINED))
     add_bos = bool(file.metadata.get("tokenizer.ggml.add_bos_token", pre in ADDS_BOS))
     return TextTokenizer(
         TokenizerParts(
             backend=backend,
-            token_bytes=byte_level_bytes,
-            strip_first_space=False,
+            token_bytes=sentencepiece_bytes if pieces else byte_level_bytes,
+            strip_first_space=pieces and adds_space(file),
             bos_id=_token_id(file, "bos"),
             add_bos=add_bos,
             eos_ids=_eos_ids(file, tokens),
@@ -79,8 +93,9 @@ def _pre_tokenizer_name(file: GgufFile) -> str:
     model = file.need("tokenizer.ggml.model", str)
     if model != "gpt2":
         raise UsageError(
-            f"{file.path} has a tokenizer of the kind '{model}', and only byte-level BPE ('gpt2')"
-            " can be rebuilt from a GGUF file; use the model's directory with its tokenizer.json."
+            f"{file.path} has a tokenizer of the kind '{model}', and byte-level BPE ('gpt2') and"
+            " SentencePiece BPE ('llama') can be rebuilt from a GGUF file; use the model's"
+            " directory with its tokenizer.json."
         )
     pre = str(file.metadata.get("tokenizer.ggml.pre", "missing"))
     if pre not in PRE_TOKENIZERS:
@@ -111,13 +126,13 @@ def _tokens(file: GgufFile) -> list[str]:
         raise StepscopeError(
             f"{file.path} has tokens that are not text; download or convert it again."
         )
+    if len(set(tokens)) != len(tokens):
+        raise StepscopeError(f"{file.path} lists a token twice; download or convert it again.")
     return tokens
 
 
 def _backend(file: GgufFile, tokens: list[str], pre: str) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise StepscopeError(f"{file.path} lists a token twice; download or convert it again.")
     unknown = _token_id(file, "unknown")
     unknown_token = None if unknown is None or unknown >= len(tokens) else tokens[unknown]
     backend = Tokenizer(
@@ -132,9 +147,12 @@ def _backend(file: GgufFile, tokens: list[str], pre: str) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     if pre == "qwen2":  # its tokenizer.json normalizes, which GGUF does not record
         backend.normalizer = normalizers.NFC()
-    backend.add_special_tokens(_of_kind(file, tokens, CONTROL))
-    backend.add_tokens(_of_kind(file, tokens, USER_DEFINED))
     return backend
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str]) -> Tokenizer:
+    kinds = file.need("tokenizer.ggml.token_type", list)
+    return sentencepiece_backend(file, tokens, kinds)
 
 
 def _of_kind(file: GgufFile, tokens: list[str], kind: int) -> list[AddedToken]:

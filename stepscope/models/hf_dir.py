@@ -1,4 +1,4 @@
-"""A Llama-family model in a directory of Hugging Face layout: config.json and safetensors."""
+"""A model in a directory of Hugging Face layout: config.json and safetensors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stepscope.errors import StepscopeError, UsageError
-from stepscope.models.hf_tokenizer import eos_ids_of, json_object, tokenizer_from_directory
+from stepscope.models.hf_config import spec_from_config
+from stepscope.models.hf_tokenizer import json_object, tokenizer_from_directory
 from stepscope.models.tensors import Shape
 from stepscope.models.tokenizer import TextTokenizer
-from stepscope.spec import ModelSpec
 
-MODEL_TYPES = ("llama", "mistral")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F32", "F16", "BF16")
 TOP = {
@@ -24,16 +23,27 @@ TOP = {
     "head": "lm_head.weight",
 }
 LAYER = {
-    "attn_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
+    "attn_norm": "input_layernorm.weight",
+    **{part: f"self_attn.{part}_proj.weight" for part in "qkvo"},
+    **{f"{part}_bias": f"self_attn.{part}_proj.bias" for part in "qkv"},
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "router": "mlp.gate.weight",
 }
+# Gemma's post_attention_layernorm comes after attention; elsewhere it is the one before the MLP.
+GEMMA = {
+    "post_attn_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "post_mlp_norm": "post_feedforward_layernorm.weight",
+}
+MIXTRAL = {"router": "block_sparse_moe.gate.weight"}
+EXPERTS = "mlp.experts.{index}.{part}_proj.weight"
+MIXTRAL_EXPERTS = "block_sparse_moe.experts.{index}.{part}.weight"
+MIXTRAL_PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +59,18 @@ class HfModel:
     """WeightSource over a directory (models/tensors.py)."""
 
     def __init__(self, path: Path) -> None:
-        """Raises UsageError or StepscopeError if it is not a Llama that can be loaded."""
+        """Raises UsageError or StepscopeError if it is not a model that can be loaded."""
         self.path = path
         self.label = str(path)
         if not (path / "config.json").is_file():
             raise UsageError(f"{path} has no config.json; give a directory in Hugging Face layout.")
         config = json_object(path / "config.json")
-        _check_supported(path, config)
         self.tokenizer: TextTokenizer | None = tokenizer_from_directory(path, config)
-        self.spec = _spec(path, config, self.tokenizer)
+        self.spec = spec_from_config(path, config, self.tokenizer)
+        arch = self.spec.arch
+        self._layer = LAYER | (GEMMA if self.spec.post_norms else {})
+        self._layer |= MIXTRAL if arch == "mixtral" else {}
+        self._norm_offset = 1.0 if arch.startswith("gemma") else 0.0  # it stores the norm less one
         self._stored: dict[str, _Stored] = {}
         for file in _weight_files(path):
             self._stored |= _contents(file)
@@ -65,8 +78,16 @@ class HfModel:
     def file_name(self, part: str) -> str:
         if part in TOP:
             return TOP[part]
-        _, index, name = part.split(".")
-        return f"model.layers.{index}.{LAYER[name]}.weight"
+        _, index, name = part.split(".", 2)
+        return f"model.layers.{index}.{self._in_layer(name)}"
+
+    def _in_layer(self, name: str) -> str:
+        if not name.startswith("experts."):
+            return self._layer[name]
+        _, index, part = name.split(".")
+        if self.spec.arch == "mixtral":
+            return MIXTRAL_EXPERTS.format(index=index, part=MIXTRAL_PARTS[part])
+        return EXPERTS.format(index=index, part=part)
 
     def shapes(self) -> dict[str, Shape]:
         return {
@@ -80,6 +101,9 @@ class HfModel:
         repeated_head = self.spec.tied and name == TOP["head"]
         return repeated_head or name.endswith("rotary_emb.inv_freq")
 
+    def stored_shape(self, part: str, shape: Shape) -> Shape:
+        return shape
+
     def copy_into(self, part: str, rows: torch.Tensor) -> None:
         name = self.file_name(part)
         stored = self._stored[name]
@@ -90,7 +114,10 @@ class HfModel:
             )
         # Opened anew for each tensor, so that no more than one stays mapped beside the weights.
         with _opened(stored.file) as file:
-            rows.copy_(file.get_tensor(name))
+            values = file.get_tensor(name)
+            if self._norm_offset and part.endswith("_norm"):
+                values = values.float() + self._norm_offset
+            rows.copy_(values)
 
 
 def _contents(file: Path) -> dict[str, _Stored]:
@@ -130,60 +157,3 @@ def _weight_files(path: Path) -> list[Path]:
             " to safetensors or use a .gguf file."
         )
     return files
-
-
-def _check_supported(path: Path, config: dict[str, Any]) -> None:
-    kind = config.get("model_type")
-    if kind not in MODEL_TYPES:
-        raise UsageError(
-            f"{path} has the model_type '{kind}', and {' and '.join(MODEL_TYPES)} are supported;"
-            " choose one of those."
-        )
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    scaling = rope.get("rope_type", rope.get("type", "default"))
-    partial = config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0))
-    for present, what in (
-        (scaling != "default", f"RoPE scaling ({scaling})"),
-        (partial != 1.0, "a partial rotation"),
-        (config.get("sliding_window"), "a sliding window"),
-        (config.get("attention_bias") or config.get("mlp_bias"), "biases"),
-        (config.get("hidden_act", "silu") != "silu", f"the activation {config.get('hidden_act')}"),
-        (config.get("quantization_config"), "quantized weights"),
-    ):
-        if present:
-            raise UsageError(
-                f"{path} uses {what}, which is not supported yet; choose a Llama-family model"
-                " without it."
-            )
-
-
-def _spec(path: Path, config: dict[str, Any], tokenizer: TextTokenizer | None) -> ModelSpec:
-    def number(key: str, kind: type, default: float | None = None) -> Any:
-        value = default if config.get(key) is None else config[key]
-        if isinstance(value, bool) or not isinstance(value, kind | int):
-            raise StepscopeError(
-                f"{path / 'config.json'} has {value!r} as {key} where a number belongs; download"
-                " it again."
-            )
-        return value
-
-    heads, hidden = number("num_attention_heads", int), number("hidden_size", int)
-    rope = config.get("rope_parameters") or {}
-    return ModelSpec(
-        name=path.resolve().name,
-        arch="llama",
-        layers=number("num_hidden_layers", int),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=number("num_key_value_heads", int, heads),
-        head_dim=number("head_dim", int, hidden // max(heads, 1)),
-        intermediate=number("intermediate_size", int),
-        vocab=number("vocab_size", int),
-        max_context=number("max_position_embeddings", int),
-        rope_theta=float(number("rope_theta", float, rope.get("rope_theta", 10000.0))),
-        norm_eps=float(number("rms_norm_eps", float, 1e-6)),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        eos_ids=tokenizer.eos_ids if tokenizer else eos_ids_of(path, config),
-        bos_id=tokenizer.bos_id if tokenizer else config.get("bos_token_id"),
-        add_bos=tokenizer.add_bos if tokenizer else False,
-    )

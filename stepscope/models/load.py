@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +14,12 @@ from stepscope.models.dummy import dummy_spec, random_weights
 from stepscope.models.fetch import fetch
 from stepscope.models.gguf_model import GgufModel
 from stepscope.models.hf_dir import HfModel
-from stepscope.models.tensors import TORCH_DTYPES, assemble, with_byte_counts
+from stepscope.models.packed import Int8Weight
+from stepscope.models.quantize import LOOKED_UP
+from stepscope.models.tensors import WEIGHT_DTYPES, assemble, with_byte_counts
 from stepscope.models.tokenizer import TextTokenizer
-from stepscope.spec import ModelSpec
-from stepscope.text import size
+from stepscope.spec import QUANTIZED, ModelSpec
+from stepscope.text import listing, plural, size
 
 DUMMY_PREFIX = "dummy:"
 AUTO_DTYPE = "bf16"
@@ -31,6 +33,7 @@ class LoadedModel:
     spec: ModelSpec
     weights: dict[str, torch.Tensor]
     tokenizer: TextTokenizer | None
+    notes: tuple[str, ...] = ()  # what is held otherwise than the dtype says
 
 
 def load_model(
@@ -43,7 +46,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a catalogue name, a .gguf file, a Hugging Face directory, or `dummy:NAME`.
 
-    `dtype` is fp32, bf16 or auto (bf16). `overrides` and `seed` shape a dummy's random weights.
+    `dtype` is fp32, bf16, auto (bf16), or of the weights alone int8, int4, int4-g64, int4-g128
+    (models/quantize.py). `overrides` and `seed` shape a dummy's random weights.
     Raises UsageError for what is not known or supported, StepscopeError for damaged files and for
     weights that do not fit in memory.
     """
@@ -51,7 +55,8 @@ def load_model(
     if name.startswith(DUMMY_PREFIX):
         spec = dummy_spec(name, overrides or {})
         weights = random_weights(spec, kind, seed, progress)
-        return LoadedModel(with_byte_counts(spec, weights, kind), weights, None)
+        counted = with_byte_counts(spec, weights, kind)
+        return LoadedModel(counted, weights, None, quantization_notes(weights, kind))
     if overrides:
         raise UsageError(
             f"The shape of {name} cannot be overridden, as it has real weights; use a dummy model"
@@ -60,13 +65,41 @@ def load_model(
     source = _open(name, progress)
     _check_vocabulary(source)
     weights = assemble(source, kind, progress)
-    return LoadedModel(with_byte_counts(source.spec, weights, kind), weights, source.tokenizer)
+    notes = quantization_notes(weights, kind, source)
+    spec = with_byte_counts(source.spec, weights, kind)
+    return LoadedModel(spec, weights, source.tokenizer, notes)
+
+
+def quantization_notes(
+    weights: Mapping[str, object], dtype: str, source: object = None
+) -> tuple[str, ...]:
+    """Sentences on what is not as the dtype promises, and on what was rounded twice."""
+    if dtype not in QUANTIZED:
+        return ()
+    eights = {name: w for name, w in weights.items() if isinstance(w, Int8Weight)}
+    notes = []
+    fallen = [n for n in eights if dtype != "int8" and n not in LOOKED_UP]
+    if fallen:
+        notes.append(
+            f"{plural(len(fallen), 'tensor')} held as int8, as {dtype} needs rows in"
+            f" 16s and inputs in 32s ({listing(fallen, 2)})."
+        )
+    slow = [name for name, w in eights.items() if not w.packable]
+    if slow:
+        notes.append(
+            f"{plural(len(slow), 'tensor')} turned into bf16 for every product, as"
+            f" torch's int8 product needs inputs in 16s ({listing(slow, 2)})."
+        )
+    if isinstance(source, GgufModel) and source.holds("Q8_0"):
+        notes.append("The file's Q8_0 has a scale per 32 values, int8 one per row: rounded twice.")
+    return tuple(notes)
 
 
 def _dtype(dtype: str) -> str:
     kind = AUTO_DTYPE if dtype == "auto" else dtype
-    if kind not in TORCH_DTYPES:
-        raise UsageError(f"There is no dtype '{dtype}'; choose fp32, bf16 or auto.")
+    if kind not in WEIGHT_DTYPES:
+        choices = listing([*WEIGHT_DTYPES, "auto"], most=len(WEIGHT_DTYPES) + 1)
+        raise UsageError(f"There is no dtype '{dtype}'; choose from {choices}.")
     return kind
 
 

@@ -1,7 +1,9 @@
-"""From logits to token ids: greedy, temperature, top-k, top-p, with a seed per request.
+"""From logits to token ids: greedy, or drawn with a seed per request.
 
 A draw depends on (seed, position) alone, so neither batch neighbours nor scheduling change it.
-Order as in transformers: temperature, top-k, top-p, draw.
+Order: edits of the logits (min_tokens, bias, penalties: `logit_edits`, for greedy rows too), then
+temperature, top-k, top-p, min-p, draw. That is the order of transformers' generate; vLLM's sampler
+differs in one place, min-p before top-k and top-p, so that its nucleus is taken of what min-p left.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ import numpy as np
 import torch
 
 from stepscope.engine.request import Sampling
+from stepscope.models.logit_edits import Edits
 
 # Most nuclei are short: look for them among the largest logits before sorting a vocabulary.
 SHORTLIST = 256
 # Below it logits / temperature overflows float32; here every gap between two logits has decided.
 COLDEST = 1e-20
+NOT_FINITE = -1  # in place of an id: the row's largest logit is NaN or infinite
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -45,17 +49,24 @@ class Draw:
     rows: torch.Tensor  # rows that are not greedy
     temperature: torch.Tensor  # (n, 1)
     top_k: torch.Tensor  # (n, 1); the vocabulary's size where off
-    top_p: torch.Tensor  # (n, 1)
+    top_p: torch.Tensor  # (n, 1); 2 where off, so that rounding drops nothing
+    min_p: torch.Tensor  # (n, 1)
     uniform: torch.Tensor  # (n, 1) float64
-    truncated: bool  # some row uses top-k or top-p
+    truncated: bool  # some row uses top-k, top-p or min-p
+    edits: Edits | None = None
+    edited: tuple[torch.Tensor, torch.Tensor] | None = None  # which of `rows`: which edited row
 
 
 def plan_draw(
-    settings: Sequence[Sampling], positions: Sequence[int], vocab: int, device: torch.device
+    settings: Sequence[Sampling],
+    positions: Sequence[int],
+    vocab: int,
+    device: torch.device,
+    edits: Edits | None = None,
 ) -> Draw | None:
-    """None when every row is greedy. positions = index of the token to be drawn."""
+    """None when every row is greedy and as it is. positions = index of the token to be drawn."""
     rows = [i for i, s in enumerate(settings) if s.temperature > 0]
-    if not rows:
+    if not rows and edits is None:
         return None
     chosen = [settings[i] for i in rows]
 
@@ -64,31 +75,63 @@ def plan_draw(
 
     draws = uniforms([s.seed for s in chosen], [positions[i] for i in rows])
     return Draw(
-        rows=torch.tensor(rows, device=device),
+        rows=torch.tensor(rows, dtype=torch.int64, device=device),
         temperature=column([max(s.temperature, COLDEST) for s in chosen], torch.float32),
         top_k=column([min(s.top_k, vocab) or vocab for s in chosen], torch.int64),
-        top_p=column([s.top_p for s in chosen], torch.float32),
+        top_p=column([s.top_p if s.top_p < 1 else 2.0 for s in chosen], torch.float32),
+        min_p=column([s.min_p for s in chosen], torch.float32),
         uniform=column(draws.tolist(), torch.float64),
-        truncated=any(s.top_k or s.top_p < 1 for s in chosen),
+        truncated=any(s.top_k or s.top_p < 1 or s.min_p for s in chosen),
+        edits=edits,
+        edited=None if edits is None else _shared(rows, edits, device),
     )
 
 
+def _shared(
+    rows: Sequence[int], edits: Edits, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Where a drawn row is an edited one: its place among the drawn, its place among the edited."""
+    place = {row: i for i, row in enumerate(edits.row_list)}
+    pairs = [(i, place[row]) for i, row in enumerate(rows) if row in place]
+    if not pairs:
+        return None
+    drawn, edited = torch.tensor(pairs, device=device).unbind(1)
+    return drawn, edited
+
+
 def sample(logits: torch.Tensor, draw: Draw | None) -> torch.Tensor:
-    """Token ids (B,) for logits (B, vocab)."""
-    ids = logits.max(-1).indices  # several times faster than argmax in bf16 on CPU
+    """Token ids (B,) for logits (B, vocab); NOT_FINITE for a row that says nothing."""
+    best, ids = logits.max(-1)  # several times faster than argmax in bf16 on CPU
     if draw is not None:
-        ids.index_copy_(0, draw.rows, _drawn(logits.index_select(0, draw.rows), draw))
-    return ids
+        changed = None
+        if draw.edits is not None:
+            changed = draw.edits.apply(logits)
+            top = changed.max(-1)
+            ids.index_copy_(0, draw.edits.rows, top.indices)
+            best = best.float().index_copy_(0, draw.edits.rows, top.values)
+        if draw.rows.shape[0]:
+            ids.index_copy_(0, draw.rows, _drawn(_scores(logits, changed, draw), draw))
+    # x - x is 0 for a number alone; a NaN anywhere in a row is its maximum.
+    return ids.masked_fill_(best - best != 0, NOT_FINITE)
+
+
+def _scores(logits: torch.Tensor, changed: torch.Tensor | None, draw: Draw) -> torch.Tensor:
+    """Float32 logits (n, vocab) of the rows that are drawn, edits included."""
+    scores = logits.index_select(0, draw.rows).float()
+    if changed is not None and draw.edited is not None:
+        drawn, edited = draw.edited
+        scores.index_copy_(0, drawn, changed.index_select(0, edited))
+    return scores
 
 
 def _drawn(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
     """Row by row the same arithmetic, whatever the other rows ask for."""
-    probs = torch.softmax(logits.float() / draw.temperature, -1)
+    probs = torch.softmax(logits / draw.temperature, -1)
     plain = _inverse_cdf(probs, draw.uniform)
     if not draw.truncated:
         return plain
     vocab = probs.shape[-1]
-    untouched = ((draw.top_k == vocab) & (draw.top_p >= 1)).squeeze(-1)
+    untouched = ((draw.top_k == vocab) & (draw.top_p >= 1) & (draw.min_p <= 0)).squeeze(-1)
     values, order = probs.topk(min(SHORTLIST, vocab), dim=-1)
     picked, complete = _truncated(values, order, draw, vocab)
     if not bool((complete | untouched).all()):  # a nucleus wider than the shortlist
@@ -111,6 +154,8 @@ def _truncated(
     total = torch.where(everything, 1.0, within.sum(-1, keepdim=True))
     before = within.cumsum(-1) - within
     keep = in_k & ((before < draw.top_p * total) | (rank == 0))
+    # min-p compares with the largest, so it matters not of which sum these are shares.
+    keep &= values >= draw.min_p * values[:, :1]
     k_inside = (draw.top_k <= count).squeeze(-1)
     p_inside = everything.squeeze(-1) & (keep.sum(-1) < count)
     index = _inverse_cdf(torch.where(keep, values, 0.0), draw.uniform)

@@ -8,36 +8,58 @@ Names and shapes (rows first, so that y = x @ W.T):
     layers.I.o [hidden, q]           final_norm [hidden]
     head [vocab, hidden], absent when it is tied to embed
 
-q and k rows are in the order in which RoPE rotates the two halves of a head.
+and where the spec asks for them:
+
+    layers.I.qkv_bias [q + k + v]           layers.I.post_attn_norm, post_mlp_norm [hidden]
+    layers.I.q_norm, k_norm [head_dim]      layers.I.router [experts, hidden]
+    layers.I.experts.J.gate_up, down, of the shapes above, instead of layers.I.gate_up, down
+
+q and k rows are in the order in which RoPE rotates the two halves of a head. Norms are what the
+normalized value is multiplied with (Gemma's directories store it less one).
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from stepscope.errors import StepscopeError, UsageError
-from stepscope.spec import ELEMENT_BYTES, ModelSpec
+from stepscope.models.packed import Int4Weight, Int8Weight
+from stepscope.models.quantize import (
+    Codes4,
+    Codes8,
+    group_of,
+    quantize4,
+    quantize8,
+    stored_bytes,
+    weight_format,
+)
+from stepscope.spec import QUANTIZED, ModelSpec, RopeScaling, compute_dtype
 from stepscope.text import listing, plural, size
 
+AnyCodes = TypeVar("AnyCodes", Codes4, Codes8)
 Shape = tuple[int, ...]
 Part = tuple[str, Shape]
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WEIGHT_DTYPES = (*TORCH_DTYPES, *QUANTIZED)
 DIMENSIONS = (
     *("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context"),
 )
 MOST_LAYERS = 10_000
+MOST_EXPERTS = 100_000  # of all layers together
 MEMINFO = Path("/proc/meminfo")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class WeightSource(Protocol):
-    """A model on disk. `part` is a canonical name, or a fused one's q, k, v, gate or up."""
+    """A model on disk. `part` is a canonical name, or a fused one's q, k, v, gate or up
+    (with a bias: q_bias, k_bias, v_bias)."""
 
     spec: ModelSpec
     label: str
@@ -48,34 +70,60 @@ class WeightSource(Protocol):
     def shapes(self) -> dict[str, Shape]:
         """Shapes of the file's tensors by the file's names, without those that hold no weights."""
 
+    def stored_shape(self, part: str, shape: Shape) -> Shape:
+        """The shape of the file's tensor that holds this part: its own, unless more lie in it."""
+
     def copy_into(self, part: str, rows: torch.Tensor) -> None:
         """Write the part into `rows`, converting to its dtype."""
 
 
+@runtime_checkable
+class FourBitSource(Protocol):
+    """A source whose file may hold int4 codes already."""
+
+    def codes4(self, part: str, shape: Shape) -> Codes4 | None:
+        """The part's own codes in groups of 32, None if the file holds it in another format."""
+
+
 def tensor_plan(spec: ModelSpec) -> dict[str, tuple[Part, ...]]:
     """Canonical tensor -> the parts stacked in it, top to bottom."""
-    hidden, q = spec.hidden, spec.heads * spec.head_dim
-    kv = spec.kv_heads * spec.head_dim
+    hidden = spec.hidden
     plan: dict[str, tuple[Part, ...]] = {"embed": (("embed", (spec.vocab, hidden)),)}
     for index in range(spec.layers):
-        parts: dict[str, tuple[Part, ...]] = {
-            "attn_norm": (("attn_norm", (hidden,)),),
-            "qkv": (("q", (q, hidden)), ("k", (kv, hidden)), ("v", (kv, hidden))),
-            "o": (("o", (hidden, q)),),
-            "mlp_norm": (("mlp_norm", (hidden,)),),
-            "gate_up": (
-                ("gate", (spec.intermediate, hidden)),
-                ("up", (spec.intermediate, hidden)),
-            ),
-            "down": (("down", (hidden, spec.intermediate)),),
-        }
-        for name, inner in parts.items():
-            layer = f"layers.{index}."
+        layer = f"layers.{index}."
+        for name, inner in (_attention_parts(spec) | _mlp_parts(spec)).items():
             plan[layer + name] = tuple((layer + part, shape) for part, shape in inner)
     plan["final_norm"] = (("final_norm", (hidden,)),)
     if not spec.tied:
         plan["head"] = (("head", (spec.vocab, hidden)),)
     return plan
+
+
+def _attention_parts(spec: ModelSpec) -> dict[str, tuple[Part, ...]]:
+    hidden, q, kv = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    parts: dict[str, tuple[Part, ...]] = {
+        "attn_norm": (("attn_norm", (hidden,)),),
+        "qkv": (("q", (q, hidden)), ("k", (kv, hidden)), ("v", (kv, hidden))),
+        "o": (("o", (hidden, q)),),
+    }
+    if spec.qkv_bias:
+        parts["qkv_bias"] = (("q_bias", (q,)), ("k_bias", (kv,)), ("v_bias", (kv,)))
+    if spec.qk_norm:
+        parts |= {n: ((n, (spec.head_dim,)),) for n in ("q_norm", "k_norm")}
+    if spec.post_norms:
+        parts |= {n: ((n, (hidden,)),) for n in ("post_attn_norm", "post_mlp_norm")}
+    return parts
+
+
+def _mlp_parts(spec: ModelSpec) -> dict[str, tuple[Part, ...]]:
+    hidden, wide = spec.hidden, spec.intermediate
+    parts: dict[str, tuple[Part, ...]] = {"mlp_norm": (("mlp_norm", (hidden,)),)}
+    if spec.experts:
+        parts["router"] = (("router", (spec.experts, hidden)),)
+    for at in [f"experts.{i}." for i in range(spec.experts)] or [""]:
+        parts[f"{at}gate_up"] = ((f"{at}gate", (wide, hidden)), (f"{at}up", (wide, hidden)))
+        parts[f"{at}down"] = ((f"{at}down", (hidden, wide)),)
+    return parts
 
 
 def stacked_shape(parts: tuple[Part, ...]) -> Shape:
@@ -94,22 +142,72 @@ def assemble(
     plan = tensor_plan(source.spec)
     _check_inventory(source, plan)
     check_memory(source.label, plan, dtype)
-    weights = {}
+    weights: dict[str, Any] = {}  # tensors, and QuantizedWeights where the dtype asks for them
     for done, (name, parts) in enumerate(plan.items(), start=1):
-        whole = torch.empty(stacked_shape(parts), dtype=TORCH_DTYPES[dtype])
-        first = 0
-        for part, shape in parts:
-            source.copy_into(part, whole[first : first + shape[0]])
-            first += shape[0]
-        weights[name] = whole
+        form = weight_format(name, stacked_shape(parts), dtype)
+        load = _quantized if form in QUANTIZED else _stacked
+        weights[name] = load(source, parts, form)
         if progress:
             progress(f"Loading {source.label}: {done} of {plural(len(plan), 'tensor')}")
     return weights
 
 
+def _stacked(source: WeightSource, parts: tuple[Part, ...], form: str) -> torch.Tensor:
+    whole = torch.empty(stacked_shape(parts), dtype=TORCH_DTYPES[form])
+    first = 0
+    for part, shape in parts:
+        source.copy_into(part, whole[first : first + shape[0]])
+        first += shape[0]
+    return whole
+
+
+def _quantized(source: WeightSource, parts: tuple[Part, ...], form: str) -> Int8Weight | Int4Weight:
+    """Part by part, so that only one is ever held in float32 beside the codes."""
+    if form == "int8":
+        rows = [_finite(source, part, quantize8(_floats(source, part, s))) for part, s in parts]
+        return Int8Weight(
+            Codes8(torch.cat([r.codes for r in rows]), torch.cat([r.scales for r in rows]))
+        )
+    pieces = [_codes4(source, *part, form) for part in parts]
+    joined = (
+        torch.cat([getattr(p, field) for p in pieces]) for field in ("codes", "scales", "zeros")
+    )
+    return Int4Weight(Codes4(*joined), form)
+
+
+def _codes4(source: WeightSource, part: str, shape: Shape, form: str) -> Codes4:
+    """The file's own codes where the groups are the same, else the floats quantized."""
+    group = group_of(shape[1], form)
+    found = source.codes4(part, shape) if isinstance(source, FourBitSource) else None
+    if found is not None and found.group == group:
+        return found
+    return _finite(source, part, quantize4(_floats(source, part, shape), group))
+
+
+def _floats(source: WeightSource, part: str, shape: Shape) -> torch.Tensor:
+    # A mapping of its own goes back to the system; in the heap the codes would lie among the holes.
+    rows = torch.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), dtype=torch.float32).view(shape)
+    source.copy_into(part, rows)
+    return rows
+
+
+def _finite(source: WeightSource, part: str, stored: AnyCodes) -> AnyCodes:
+    """A value that is no finite number makes its row's or group's scale one as well."""
+    if not stored.scales.isfinite().all():
+        raise StepscopeError(
+            f"Tensor '{source.file_name(part)}' in {source.label} has values that are no finite"
+            " numbers, which cannot be quantized; download or convert it again."
+        )
+    return stored
+
+
 def _check_inventory(source: WeightSource, plan: dict[str, tuple[Part, ...]]) -> None:
     present = source.shapes()
-    wanted = {source.file_name(part): shape for parts in plan.values() for part, shape in parts}
+    wanted = {
+        source.file_name(part): source.stored_shape(part, shape)
+        for parts in plan.values()
+        for part, shape in parts
+    }
     missing = [name for name in wanted if name not in present]
     if missing:
         raise StepscopeError(
@@ -119,9 +217,9 @@ def _check_inventory(source: WeightSource, plan: dict[str, tuple[Part, ...]]) ->
     extra = sorted(set(present) - set(wanted))
     if extra:
         raise StepscopeError(
-            f"{source.label} holds {plural(len(extra), 'tensor')} that a plain Llama does not have"
-            f" ({listing(extra, 3)}), so its architecture is not supported; choose a Llama,"
-            " Mistral or SmolLM2 model."
+            f"{source.label} holds {plural(len(extra), 'tensor')} that a model of the family"
+            f" {source.spec.arch} does not have ({listing(extra, 3)}), so it is not one and"
+            " not supported; choose an unchanged model of a supported family."
         )
     for name, shape in wanted.items():
         if present[name] != shape:
@@ -144,20 +242,43 @@ def check_shape(spec: ModelSpec) -> None:
             f"layers of {spec.name} is {spec.layers:,}, and at most {MOST_LAYERS:,} are supported;"
             " correct it."
         )
+    if spec.experts < 0 or not bool(spec.experts) <= spec.experts_per_token <= spec.experts:
+        raise UsageError(
+            f"{spec.name} gives each token {spec.experts_per_token} of {spec.experts} experts;"
+            " choose 1 or more, and no more than there are."
+        )
+    if spec.layers * max(spec.experts, 1) > MOST_EXPERTS:
+        raise UsageError(
+            f"{spec.name} has {spec.layers:,} layers of {spec.experts:,} experts, and at most"
+            f" {MOST_EXPERTS:,} experts in all are supported; correct it."
+        )
     if spec.heads % spec.kv_heads:
         raise UsageError(
             f"{spec.name} has {spec.heads} heads on {spec.kv_heads} kv_heads; make heads a multiple"
             " of kv_heads."
         )
+    _check_rope(spec)
     if spec.head_dim % 2:
         raise UsageError(
             f"{spec.name} has a head_dim of {spec.head_dim}, and RoPE turns pairs; make it even."
         )
 
 
+def _check_rope(spec: ModelSpec) -> None:
+    """Written so that NaN fails, too."""
+    rope = spec.rope or RopeScaling("none")
+    bases = [t for t in (spec.rope_theta, spec.local_rope_theta) if t is not None]
+    betas, divisors = (rope.beta_fast, rope.beta_slow), rope.divisors
+    if not (all(t > 1 for t in bases) and rope.factor >= 1 and min(*betas, *divisors) > 0):
+        raise StepscopeError(
+            f"{spec.name} has a RoPE base of {bases[-1]:g} and scales it by {rope.factor:g}, which"
+            " makes no frequencies; download or convert it again."
+        )
+
+
 def plan_bytes(plan: dict[str, tuple[Part, ...]], dtype: str) -> int:
-    elements = sum(math.prod(shape) for parts in plan.values() for _, shape in parts)
-    return elements * ELEMENT_BYTES[dtype]
+    shapes = {name: stacked_shape(parts) for name, parts in plan.items()}
+    return sum(stored_bytes(s, weight_format(name, s, dtype)) for name, s in shapes.items())
 
 
 def check_memory(label: str, plan: dict[str, tuple[Part, ...]], dtype: str) -> None:
@@ -185,15 +306,20 @@ def available_memory() -> int | None:
 def with_byte_counts(spec: ModelSpec, weights: dict[str, torch.Tensor], dtype: str) -> ModelSpec:
     """The spec with the bytes of the tensors as loaded."""
 
-    def total(*endings: str) -> int:
-        return sum(w.nbytes for name, w in weights.items() if name.endswith(endings))
+    def total(*endings: str, experts: bool = False) -> int:
+        return sum(
+            w.nbytes
+            for name, w in weights.items()
+            if name.endswith(endings) and (".experts." in name) == experts
+        )
 
     return replace(
         spec,
         dtype=dtype,
-        kv_dtype=dtype,
-        linear_bytes=total(".qkv", ".o", ".gate_up", ".down"),
-        norm_bytes=total("_norm"),
+        kv_dtype=compute_dtype(dtype),
+        linear_bytes=total(".qkv", ".o", ".router", ".gate_up", ".down"),
+        expert_bytes=total(".gate_up", ".down", experts=True) if spec.experts else None,
+        norm_bytes=total("_norm", "_bias"),
         head_bytes=weights["embed" if spec.tied else "head"].nbytes,
         embedding_bytes=weights["embed"].nbytes,
     )

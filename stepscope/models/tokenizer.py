@@ -27,6 +27,7 @@ END_TOKENS = (
     "<|eot_id|>",
     "<|eom_id|>",
     "<|end|>",
+    "<end_of_turn>",
     "</s>",
 )
 

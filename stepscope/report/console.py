@@ -183,6 +183,14 @@ def _remarks(console: Console, run: Run, analysis: Analysis) -> None:
     if analysis.preemptions:
         count = plural(analysis.preemptions, "preemption")
         _line(console, "preempt", f"{count}, {analysis.recomputed_tokens:,} tokens computed again")
+    if analysis.prefix_hit_tokens is not None:
+        share = percent(analysis.prefix_hit_share)
+        _line(
+            console,
+            "prefix",
+            f"{analysis.prefix_hit_tokens:,} tokens came from the prefix cache, {share} of those "
+            "that prefills needed",
+        )
     for flag, sentence in analysis.flags:
         _line(console, "flag", f"{flag}: {sentence}")
     for note in [*run.meta.notes, *analysis.notes]:
@@ -238,12 +246,14 @@ def steps_table(views: Iterable[StepView]) -> Table:
 def token_table(run: Run, analysis: Analysis) -> Table:
     """The inside of one sentence: each token with the phases of the step that made it."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    heads = ("token", "ms", "host", "gather", "forward", "sample", "detok+emit")
+    sample = run.meta.samples[0]
+    heads = ["token", "ms", "host", "gather", "forward", "sample", "detok+emit"]
+    heads += ["logprob"] if sample.logprobs else []  # only where they were asked for
     for head in heads:
         table.add_column(head, justify="left" if head == "token" else "right")
-    sample = run.meta.samples[0]
     views = [v for v in analysis.steps if v.output_tokens]
-    for piece, view in zip(sample.pieces, views, strict=False):
+    logprobs = [f"{value:.3f}" for value in sample.logprobs]
+    for i, (piece, view) in enumerate(zip(sample.pieces, views, strict=False)):
         ns = dict(zip(PHASES, view.phases, strict=True))
         host = sum(
             ns[p] or 0 for p in ("recv", "schedule", "prepare", "d2h_wait", "commit", "other")
@@ -256,6 +266,7 @@ def token_table(run: Run, analysis: Analysis) -> Table:
             ms(ns["forward"]),
             ms(ns["sample"]),
             ms((ns["detok"] or 0) + (ns["emit"] or 0)),
+            *logprobs[i : i + 1],
         )
     return table
 

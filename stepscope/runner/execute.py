@@ -23,20 +23,21 @@ from stepscope.device.host import (
 )
 from stepscope.engine.kv import PagePool
 from stepscope.engine.loop import Engine, Output
-from stepscope.engine.policies import policy_named
+from stepscope.engine.policies import limits_in, policy_for, settings_of
+from stepscope.engine.prefix import prefix_cache
 from stepscope.engine.recorder import Recorder, cost_per_step_ns
 from stepscope.engine.scheduler import Limits, Scheduler
-from stepscope.errors import UsageError
 from stepscope.models.decoder import Decoder
 from stepscope.models.linear import choose_products
 from stepscope.models.load import LoadedModel
+from stepscope.models.packed import is_quantized
 from stepscope.models.tokenizer import TextTokenizer
 from stepscope.records import RunMeta, Sample, StepRecord
 from stepscope.runner.probe import decode_plan, prefill_plan, steps
 from stepscope.runner.replay import Replay, TokenText
 from stepscope.runner.torch_runner import TorchRunner
 from stepscope.runner.twin import drift, measure_twin, twin_batches
-from stepscope.scenario import Scenario, parse_policy
+from stepscope.scenario import Scenario
 from stepscope.spec import Ceilings
 from stepscope.store import RunWriter, new_run_id
 
@@ -85,33 +86,30 @@ class Watcher:
             self.engine.stopping = True
 
 
-def build_decoder(model: LoadedModel, products: str) -> Decoder:
-    """Takes the model's weights. products: auto measures which kind is faster here."""
+def build_decoder(model: LoadedModel, products: str, kv_dtype: str = "auto") -> Decoder:
+    """Takes the model's weights. products: auto measures which kind is faster here.
+
+    kv_dtype: what the KV cache stores; auto = what the model computes in.
+    """
+    spec = model.spec if kv_dtype == "auto" else replace(model.spec, kv_dtype=kv_dtype)
     if products == "auto":
-        linears = [w for name, w in model.weights.items() if w.dim() == 2 and name != "embed"]
-        products = choose_products(linears)
-    return Decoder(model.spec, model.weights, products)
+        matrices = {name: w for name, w in model.weights.items() if w.dim() == 2}
+        tied = model.spec.tied and is_quantized(matrices["embed"])
+        products = choose_products([w for n, w in matrices.items() if n != "embed" or tied])
+    return Decoder(spec, model.weights, products)
 
 
 def limits_of(scenario: Scenario, policy: str, max_context: int) -> Limits:
     """The scenario's limits with the policy's own settings on top. Raises UsageError."""
     section = scenario.engine
-    name, settings = parse_policy(policy)
-    policy_named(name)
+    policy_for(scenario, policy)
     limits = Limits(
         max_seqs=section.max_seqs,
         token_budget=section.token_budget,
         chunk=section.chunk or section.token_budget,
         max_context=max_context,
     )
-    known = ("chunk", "token_budget", "max_seqs")
-    for key, value in settings.items():
-        if key not in known or not isinstance(value, int) or value < 1:
-            raise UsageError(
-                f"policy '{policy}': '{key}={value}' is not a setting; "
-                f"give {', '.join(known)} as whole numbers above 0"
-            )
-    changed: dict[str, Any] = dict(settings)
+    changed: dict[str, Any] = dict(limits_in(policy))
     return replace(limits, **changed)
 
 
@@ -149,6 +147,10 @@ class _Session:
         sample.text += output.piece
         sample.token_ids.append(output.token)
         sample.pieces.append(output.piece)
+        if output.logprobs is not None:
+            sample.logprobs.append(output.logprobs.logprob)
+            sample.top_ids.append(output.logprobs.top_ids)
+            sample.top_logprobs.append(output.logprobs.top)
 
     def on_step(self, row: StepRecord) -> None:
         self.finished += row.num_finished or 0
@@ -172,7 +174,8 @@ def execute(job: Job, watcher: Watcher) -> Path:
     scenario, spec = job.scenario, job.decoder.spec
     limits = limits_of(scenario, job.policy, spec.max_context)
     torch.set_num_threads(job.threads)
-    pages, page_size = scenario.engine.total_pages, scenario.engine.page_size
+    page_size = scenario.engine.page_size
+    pages = scenario.engine.total_pages(spec.kv_bytes_per_token)
     pool = PagePool(pages, page_size)
     runner = TorchRunner(job.decoder, pages, page_size)
     watcher.on_phase("measuring the dispatch floor")
@@ -198,7 +201,14 @@ def execute(job: Job, watcher: Watcher) -> Path:
             )
             engine = Engine(
                 replay,
-                Scheduler(policy_named(parse_policy(job.policy)[0]), pool, limits, spec.eos_ids),
+                Scheduler(
+                    policy_for(scenario, job.policy),
+                    pool,
+                    limits,
+                    spec.eos_ids,
+                    prefix_cache(scenario.engine.prefix_cache, pool),
+                    swap=scenario.engine.preemption == "swap",
+                ),
                 runner,
                 recorder,
                 clock,
@@ -276,9 +286,13 @@ def _meta(job: Job, limits: Limits, ceilings: Ceilings | None, pages: int) -> Ru
         engine={
             "page_size": scenario.engine.page_size,
             "kv_pages": pages,
+            "kv_dtype": spec.kv_dtype,
+            "prefix_cache": scenario.engine.prefix_cache,
+            "preemption": scenario.engine.preemption,
             "max_seqs": limits.max_seqs,
             "token_budget": limits.token_budget,
             "chunk": limits.chunk,
+            "policy": settings_of(policy_for(scenario, job.policy)),
             "dtype": spec.dtype,
             "graphs": "eager",
             "products": job.decoder.products,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cache
 from importlib.resources import files
 
@@ -58,15 +59,28 @@ class Replay:
         tokens = self._tokens(spec, record)
         record.prompt_tokens = len(tokens)
         self.records.append(record)
-        sampling = Sampling(
-            temperature=spec.temperature,
-            top_k=spec.top_k,
-            top_p=spec.top_p,
-            seed=spec.seed,
-            max_tokens=spec.max_tokens,
-            ignore_eos=spec.ignore_eos,
-        )
+        sampling = Sampling(**{f.name: getattr(spec, f.name) for f in fields(Sampling)})
+        record.error = record.error or self._refusal(spec)
         return Request(record, tokens, sampling)
+
+    def _refusal(self, spec: RequestSpec) -> str | None:
+        """Why its way to draw and stop cannot be had with this model; None if it can."""
+        if spec.stop and self._tokenizer is None:
+            return (
+                f"request {spec.id}: this model has no tokenizer, so it makes no text that could "
+                "meet a stop string; give stop_ids in place of stop"
+            )
+        for name, ids in (
+            ("logit_bias", [token for token, _ in spec.logit_bias]),
+            ("stop_ids", spec.stop_ids),
+        ):
+            beyond = [token for token in ids if token >= self._vocab]
+            if beyond:
+                return (
+                    f"request {spec.id}: {name} names token {beyond[0]:,} and the vocabulary has "
+                    f"{self._vocab:,}; correct the id"
+                )
+        return None
 
     def _tokens(self, spec: RequestSpec, record: RequestRecord) -> list[int]:
         if spec.prompt is None:
@@ -83,10 +97,14 @@ class Replay:
         return self._tokenizer.encode(spec.prompt)
 
     def _synthetic(self, spec: RequestSpec) -> list[int]:
-        """Exactly so many tokens: prose from a seeded place on, or seeded ids where there is no
-        tokenizer."""
-        count = spec.prompt_tokens or 0
-        rng = random.Random(spec.seed)
+        """Exactly so many tokens, the shared ones first."""
+        own = (spec.prompt_tokens or 0) - spec.shared_tokens
+        shared = self._prose_of(spec.shared_tokens, seed=0) if spec.shared_tokens else []
+        return shared + self._prose_of(own, spec.seed)
+
+    def _prose_of(self, count: int, seed: int) -> list[int]:
+        """Prose from a seeded place on, or seeded ids where there is no tokenizer."""
+        rng = random.Random(seed)
         if not self._prose:
             return [rng.randrange(self._vocab) for _ in range(count)]
         begin = rng.randrange(len(self._prose))

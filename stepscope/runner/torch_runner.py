@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from stepscope.engine.plan import Lap, StepPlan
+from stepscope.engine.plan import Lap, Move, StepPlan
+from stepscope.engine.request import TokenLogprobs
 from stepscope.models.attention import AttentionBatch, BatchBuilder, order_decodes
 from stepscope.models.decoder import Decoder
-from stepscope.models.kv_cache import KvCache
+from stepscope.models.kv_cache import kv_cache
+from stepscope.models.logit_edits import plan_edits
+from stepscope.models.logprobs import Asked, logprobs_of, plan_logprobs, unpack_logprobs
 from stepscope.models.sampling import Draw, plan_draw, sample
 
 
 @dataclass(slots=True)
 class Batch:
+    plan: StepPlan
     tokens: torch.Tensor
     positions: torch.Tensor
     attention: AttentionBatch
     draw: Draw | None
-    context_tokens: int
+    asked: Asked | None = None
+    logprobs: torch.Tensor | None = None  # of the rows that asked, once sampled
 
 
 class TorchRunner:
@@ -28,14 +34,20 @@ class TorchRunner:
     def __init__(self, decoder: Decoder, pages: int, page_size: int) -> None:
         self.decoder = decoder
         weight = decoder.embed
-        self.cache = KvCache(decoder.spec, pages, page_size, weight.dtype, weight.device)
-        self._builder = BatchBuilder(page_size, weight.dtype, weight.device)
+        self.cache = kv_cache(decoder.spec, pages, page_size, weight.dtype, weight.device)
+        self._local_layers = decoder.spec.local_layers
+        window = decoder.spec.window if self._local_layers else None
+        self._builder = BatchBuilder(page_size, weight.dtype, weight.device, window)
         self._gather_bytes: int | None = None
 
     @property
     def gather_bytes(self) -> int | None:
         """Context bytes assembled by the last forward, over all layers, padding not counted."""
         return self._gather_bytes
+
+    @torch.inference_mode()
+    def move(self, moves: Sequence[Move]) -> None:
+        self.cache.move(moves)
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> Batch:
@@ -45,32 +57,40 @@ class TorchRunner:
         tokens = [t for s in slices for t in s.request.tokens[s.start : s.context]]
         positions = [p for s in slices for p in range(s.start, s.context)]
         sampled = [s for s in slices if s.samples]
-        device = self.decoder.embed.device
-        draw = plan_draw(
-            [s.request.sampling for s in sampled],
-            [s.context for s in sampled],
-            self.decoder.spec.vocab,
-            device,
-        )
+        settings = [s.request.sampling for s in sampled]
+        spec, device = self.decoder.spec, self.decoder.embed.device
+        edits = plan_edits([s.request for s in sampled], spec.vocab, spec.eos_ids, device)
+        draw = plan_draw(settings, [s.context for s in sampled], spec.vocab, device, edits)
         return Batch(
+            plan,
             torch.tensor(tokens, device=device),
             torch.tensor(positions, device=device),
             self._builder.build(plan, split),
             draw,
-            sum(s.context for s in slices),
+            plan_logprobs(settings, spec.vocab, device),
         )
 
     @torch.inference_mode()
     def forward(self, batch: Batch, lap: Lap) -> torch.Tensor:
-        cache = self.cache
-        row_bytes = cache.row * cache.layers[0].element_size()
-        self._gather_bytes = batch.context_tokens * row_bytes * len(cache.layers)
-        return self.decoder.forward(batch.tokens, batch.positions, batch.attention, cache, lap)
+        cache, local = self.cache, self._local_layers
+        full = (len(cache.layers) - local) * batch.attention.full.tokens
+        self._gather_bytes = (full + local * batch.attention.local.tokens) * cache.row_bytes
+        logits = self.decoder.forward(batch.tokens, batch.positions, batch.attention, cache, lap)
+        batch.plan.expert_reads = self.decoder.expert_reads.count
+        return logits
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return sample(logits, batch.draw)
+        ids = sample(logits, batch.draw)
+        if batch.asked is not None:
+            batch.logprobs = logprobs_of(logits, ids, batch.asked)
+        return ids
 
     def fetch(self, sampled: torch.Tensor) -> list[int]:
         ids: list[int] = sampled.tolist()
         return ids
+
+    def logprobs(self, batch: Batch) -> list[TokenLogprobs]:
+        if batch.asked is None or batch.logprobs is None:
+            return []
+        return unpack_logprobs(batch.logprobs, batch.asked)

@@ -11,7 +11,7 @@ from stepscope.models.decoder import Decoder
 from stepscope.models.dummy import random_weights
 from stepscope.runner.probe import decode_plan, steps
 from stepscope.runner.torch_runner import TorchRunner
-from stepscope.spec import Ceilings, ModelSpec, TwinPoint
+from stepscope.spec import INT4_GROUPS, QUANTIZED, Ceilings, ModelSpec, TwinPoint
 from stepscope.stats import median
 
 WARM_STEPS = 2
@@ -20,8 +20,13 @@ CONTEXTS = (64, 512, 2048)
 
 
 def twin_spec(spec: ModelSpec) -> ModelSpec:
-    """Same layers, heads and operations; widths so small that their work is not measurable."""
-    return spec.resized(hidden=16, head_dim=8, intermediate=16, vocab=64)
+    """Same layers, heads and operations; widths so small that their work is not measurable.
+
+    int4 comes in groups of 32 inputs and int8 in 16s: less, and another product would run.
+    """
+    width = 32 if spec.dtype in INT4_GROUPS else 16
+    head_dim = width if spec.dtype in QUANTIZED else 8
+    return spec.resized(hidden=width, head_dim=head_dim, intermediate=width, vocab=64)
 
 
 def twin_batches(most: int) -> list[int]:

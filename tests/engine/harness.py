@@ -6,17 +6,19 @@ Nothing here imports torch at the top, since the unit tests use it too.
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, cast
 
 from stepscope.engine.kv import PagePool
 from stepscope.engine.loop import Engine, Output
-from stepscope.engine.plan import Lap, Runner, Slice, StepPlan
+from stepscope.engine.plan import Lap, Move, Runner, Slice, StepPlan
 from stepscope.engine.policies import Policy, policy_named
+from stepscope.engine.prefix import prefix_cache
 from stepscope.engine.recorder import Recorder
-from stepscope.engine.request import Request, Sampling
+from stepscope.engine.request import Request, Sampling, TokenLogprobs
 from stepscope.engine.scheduler import Limits, Scheduler
 from stepscope.records import FORWARD, GATHER, Event, Part, RequestRecord, StepRecord
 
@@ -72,23 +74,30 @@ class IdText:
 
 
 class WatchedPool(PagePool):
-    """Tells which pages are freed."""
+    """Tells which pages become free."""
 
     def __init__(self, total: int, page_size: int) -> None:
         super().__init__(total, page_size)
-        self.on_free: Callable[[list[int]], None] = lambda pages: None
+        self.on_free: Callable[[int], None] = lambda page: None
 
-    def give_back(self, pages: Iterable[int]) -> None:
-        freed = list(pages)
-        super().give_back(freed)
-        self.on_free(freed)
+    def _become_free(self, page: int) -> None:
+        super()._become_free(page)
+        self.on_free(page)
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Among the moves of a step: here the page became free, and what it held is gone."""
+
+    source: int
+    kind: str = "forget"
 
 
 class WatchedScheduler(Scheduler):
     """Keeps what every step did, and checks after each that the pages add up."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.trace: list[str] = []
         self.slices: list[list[tuple[int, str, int, int]]] = []  # request, kind, start, count
 
@@ -101,13 +110,20 @@ class WatchedScheduler(Scheduler):
         return plan
 
     def check_pages(self) -> None:
-        held = [page for r in self.running for page in r.pages]
-        if len(held) != len(set(held)):
-            raise AssertionError("a page is held twice")
+        """Every page is free, idle or held, and where one may write nobody else is."""
+        pool = self.pool
+        held = Counter(page for r in self.running for page in r.pages)
         if any(r.pages for r in self.waiting):
             raise AssertionError("a waiting request holds pages")
-        if self.pool.used != len(held) or self.pool.free + len(held) != self.pool.total:
+        if held != Counter({p: n for p, n in enumerate(pool.refs) if n}):
+            raise AssertionError("references are lost or counted twice")
+        if (pool.used, pool.used + pool.free + pool.idle) != (len(held), pool.total):
             raise AssertionError("pages are lost or counted twice")
+        if self.memory.host.used != sum(len(r.host_pages) for r in self.waiting):
+            raise AssertionError("pages of the host are lost or counted twice")
+        for request in self.running:
+            if any(held[p] > 1 for p in request.pages[request.computed // pool.page_size :]):
+                raise AssertionError("a page is writable by one and held by another")
 
 
 def describe(plan: StepPlan) -> str:
@@ -123,15 +139,33 @@ def _word(piece: Slice) -> str:
 class ContentRunner:
     """A token that depends on the request's tokens alone, over a cache that knows its owners.
 
-    Every row written to a slot names its request, position and token. Reading a row that is
-    somebody else's, stale or freed fails the test.
+    Every row written to a slot names its position and all tokens up to it, as K and V depend on
+    them. Reading a row that is of another text, stale or freed fails the test.
     """
 
     gather_bytes: int | None = None
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.rows: dict[int, tuple[int, int, int]] = {}
+        self.rows: dict[int, tuple[int, int]] = {}
+        self._host: dict[int, tuple[int, int] | None] = {}
+        self._texts: dict[Request, list[int]] = {}  # hash of each beginning of its tokens
+
+    def move(self, moves: Sequence[Move | Forget]) -> None:
+        size = self.page_size
+        for m in moves:
+            begin = m.source * size
+            if isinstance(m, Forget):
+                self.forget([m.source])
+            elif m.kind == "copy":
+                for i in range(m.rows):
+                    self.rows[m.target * size + i] = self.rows[begin + i]
+            else:
+                store, other = (
+                    (self.rows, self._host) if m.kind == "out" else (self._host, self.rows)
+                )
+                for i in range(size):
+                    other[m.target * size + i] = store.get(begin + i)  # type: ignore[assignment]
 
     def prepare(self, plan: StepPlan) -> StepPlan:
         for piece in plan.slices:
@@ -156,6 +190,9 @@ class ContentRunner:
     def fetch(self, sampled: list[int]) -> list[int]:
         return sampled
 
+    def logprobs(self, batch: StepPlan) -> list[TokenLogprobs]:
+        raise AssertionError("nobody asks the content runner for log-probabilities")
+
     def forget(self, pages: Iterable[int]) -> None:
         for page in pages:
             for slot in range(page * self.page_size, (page + 1) * self.page_size):
@@ -165,9 +202,11 @@ class ContentRunner:
         page = piece.request.pages[position // self.page_size]
         return page * self.page_size + position % self.page_size
 
-    @staticmethod
-    def _row(piece: Slice, position: int) -> tuple[int, int, int]:
-        return piece.request.id, position, piece.request.tokens[position]
+    def _row(self, piece: Slice, position: int) -> tuple[int, int]:
+        known, tokens = self._texts.setdefault(piece.request, []), piece.request.tokens
+        for i in range(len(known), position + 1):
+            known.append(hash((known[-1] if known else 0, tokens[i])))
+        return position, known[position]
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -244,15 +283,21 @@ def build(
     runner: Runner | None = None,
     clock: Clock | None = None,
     forget: bool = True,
+    prefix: str = "off",
+    swap: bool = False,
 ) -> Outcome:
     """An engine ready to run. `forget`: pages lose their contents when they are freed."""
     clock = clock or Clock(tick=1)
     pool = WatchedPool(pages, page_size)
     runner = runner or ContentRunner(page_size)
-    if forget:
-        pool.on_free = forgetting(runner)
+    if forget and hasattr(runner, "decoder"):
+        runner = Observed(runner)  # a real runner has no move that forgets
     chosen = policy_named(policy) if isinstance(policy, str) else policy
-    scheduler = WatchedScheduler(chosen, pool, limits or Limits(), eos)
+    cache = prefix_cache(prefix, pool)
+    scheduler = WatchedScheduler(chosen, pool, limits or Limits(), eos, cache, swap)
+    if forget:
+        # In its place among the moves: what was copied before may be freed, not the reverse.
+        pool.on_free = lambda page: scheduler.memory.moves.append(cast(Any, Forget(page)))
     asked = list(requests)
     recorder = Recorder(clock.now)
     emitted: list[list[Output]] = []
@@ -262,13 +307,6 @@ def build(
 
     engine = Engine(Arrivals(asked), scheduler, runner, recorder, clock, IdText(), emit)
     return Outcome(engine, scheduler, {r.id: r for r in asked}, emitted=emitted)
-
-
-def forgetting(runner: Any) -> Callable[[list[int]], None]:
-    if isinstance(runner, ContentRunner):
-        return runner.forget
-    poison: Callable[[list[int]], None] = runner.cache.poison
-    return poison
 
 
 def run(
@@ -345,6 +383,13 @@ class Observed:
         value: int | None = self.inner.gather_bytes
         return value
 
+    def move(self, moves: Sequence[Move | Forget]) -> None:
+        for forget, same in groupby(moves, key=lambda m: isinstance(m, Forget)):
+            if forget:
+                self.cache.poison([m.source for m in same])
+            else:
+                self.inner.move(list(same))
+
     def prepare(self, plan: StepPlan) -> Any:
         batch = self.inner.prepare(plan)
         self._who = [s.request.id for s in plan.slices if s.samples]
@@ -366,6 +411,10 @@ class Observed:
     def fetch(self, sampled: Any) -> Sequence[int]:
         ids: Sequence[int] = self.inner.fetch(sampled)
         return ids
+
+    def logprobs(self, batch: Any) -> Sequence[TokenLogprobs]:
+        values: Sequence[TokenLogprobs] = self.inner.logprobs(batch)
+        return values
 
 
 def same_text(

@@ -176,7 +176,7 @@ def test_gather_bytes_are_the_context_of_the_step(dtype: str, element: int) -> N
     expected = 2 * spec.layers * spec.kv_heads * spec.head_dim * contexts * element
     assert bench.runner.gather_bytes == expected
     assert expected == spec.kv_bytes_per_token * contexts
-    read = batch.attention.read_slots.tolist()
+    read = batch.attention.full.read_slots.tolist()
     assert len(read) > contexts, "decodes of 5, 40 and 9 tokens are padded"
     assert len(set(read)) == contexts, "padding repeats a row, and no two requests share one"
 
@@ -193,7 +193,7 @@ def test_read_slots_are_each_request_in_order(decoder: Decoder) -> None:
         return [request.pages[p // 4] * 4 + p % 4 for p in range(count)]
 
     own = slots(a, 6)
-    assert batch.attention.read_slots.tolist() == [
+    assert batch.attention.full.read_slots.tolist() == [
         *slots(b, 9),
         *own,
         *[own[0]] * 3,

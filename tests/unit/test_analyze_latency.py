@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from stepscope.analyze import analyze
-from stepscope.records import Part, RequestRecord, Run, StepRecord
+from stepscope.analyze.frame import build_frame
+from stepscope.analyze.latency import long_gaps, token_times
+from stepscope.analyze.thresholds import Thresholds
+from stepscope.records import Event, Part, RequestRecord, Run, StepRecord
 from tests.synthetic import MS, Prefill, make_run
 
 
@@ -48,6 +51,26 @@ def test_by_hand_with_a_preemption() -> None:
     assert "1 request had one token: n/a" in found["tpot"].note
     assert found["e2e"].max == 67 * MS
     assert found["normalized"].mean == (67 / 5 + 19) / 2 * MS
+
+
+def test_a_request_that_was_swapped_out_comes_back_with_a_decode() -> None:
+    """Only the event tells that its pause was a preemption: it decodes in 2, 3 and again in 6."""
+
+    def gap(preempted_in: int | None) -> bool:
+        run = hand_made()
+        run.parts = [
+            Part(0, "prefill", 1, 1, 20, 1),
+            Part(0, "decode", 2, 3, 1, 2),
+            Part(0, "decode", 6, 6, 1, 1),
+        ]
+        if preempted_in is not None:
+            moment = preempted_in * 10 * MS + 9 * MS
+            run.events = [Event(moment, moment, "preempt", 0)]
+        (found,) = long_gaps(token_times(build_frame(run, Thresholds())), 2.5)
+        return found.preempted
+
+    assert gap(4) and gap(5)
+    assert not gap(None) and not gap(1), "then it was blocked"
 
 
 def test_under_overlap_a_token_is_out_when_its_result_is_committed() -> None:
@@ -109,6 +132,19 @@ def test_late_admission(late_by: int, late: bool) -> None:
     assert [r for r, _ in found] == ([4] if late else [])
     if late:
         assert found[0][1] == pytest.approx((late_by + 0.5) * 33.8 * MS)
+
+
+def test_cached_tokens_are_not_computed_ones() -> None:
+    run = make_run(prefills=[Prefill(20, 50)])
+    assert analyze(run).prefix_hit_tokens is None and analyze(run).prefix_hit_share is None
+    plain = analyze(run).throughput.total_tokens_per_s
+    for row in run.steps:
+        row.prefix_hit_tokens = 150 if row.sum_prefill_tokens == 50 else 0
+    computed = sum(row.sum_prefill_tokens or 0 for row in run.steps)
+    found = analyze(run)
+    assert found.prefix_hit_tokens == 150
+    assert found.prefix_hit_share == 150 / (150 + computed)
+    assert found.throughput.total_tokens_per_s == plain
 
 
 def test_throughput_counts_idle_time() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.models import dummy, tensors
+from stepscope.models.decoder import Decoder
 from stepscope.models.load import load_model
+from stepscope.runner.torch_runner import TorchRunner
 
 SMALL = {"layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16} | {
     "intermediate": 96,
@@ -33,13 +36,53 @@ def test_names_are_found_in_any_case() -> None:
     assert (upper.hidden, upper.heads, upper.kv_heads, upper.tied) == (576, 9, 3, True)
     assert dummy.dummy_spec("dummy:Llama", {}).layers == dummy.GENERIC_SPEC.layers
     assert "Mistral-7B-v0.3" in dummy.dummy_names()
-    assert "Mixtral-8x7B-v0.1" not in dummy.dummy_names()
+    assert "Mixtral-8x7B-v0.1" in dummy.dummy_names()
+    assert "DeepSeek-V3" not in dummy.dummy_names()
 
 
-def test_every_named_dummy_has_a_whole_shape() -> None:
-    for name in dummy.dummy_names():
-        spec = dummy.dummy_spec(f"dummy:{name}", {})
-        assert spec.linear_params > 0 and spec.eos_ids == ()
+def test_every_public_model_is_listed_and_the_unsupported_say_why() -> None:
+    lines = dict(dummy.described())
+    assert len(lines) == 1 + 42
+    for name, line in lines.items():
+        supported = name.removeprefix("dummy:") in dummy.dummy_names()
+        assert supported != line.startswith("not supported: ")
+        assert supported == (" in bf16" in line)
+
+
+@pytest.mark.parametrize("name", dummy.dummy_names()[1:])
+def test_shapes_have_as_many_parameters_as_published(name: str) -> None:
+    """Worked out from the configurations by others (sources in data/model_configs.json)."""
+    facts = dummy._configs()[name]
+    spec = dummy.dummy_spec(f"dummy:{name}", {})
+    plan = tensors.tensor_plan(spec)
+    elements = tensors.plan_bytes(plan, "bf16") // 2
+    assert elements == facts["params_total_computed"]
+    bf16 = replace(spec, dtype="bf16", kv_dtype="bf16")
+    assert bf16.kv_bytes_per_token == facts["kv_bytes_per_token_16bit"] or spec.window
+    own_embedding = 0 if spec.tied else spec.vocab * spec.hidden
+    everything = bf16.weight_bytes_of(1, spec.layers * spec.experts)
+    assert everything // 2 + own_embedding == elements
+    if spec.experts:
+        assert bf16.weight_bytes // 2 == facts["params_active_matmul_computed"]
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Gemma-3-27B", "Qwen3-30B-A3B"])
+def test_a_reshaped_dummy_of_every_kind_computes(name: str) -> None:
+    from tests.engine.harness import ask, run
+
+    small = {key: SMALL[key] for key in SMALL if key != "layers"} | {"layers": 7}
+    small |= {"experts": 4} if "A3B" in name else {}
+    small |= {"experts_per_token": 2} if "A3B" in name else {}
+    model = load_model(f"dummy:{name}", "fp32", overrides=small)
+    assert model.spec.weight_bytes == model.spec.resized().weight_bytes
+    runner = TorchRunner(Decoder(model.spec, model.weights), 60, 16)
+    done = run([ask(i, [5 + i] * (30 + i), 4) for i in range(3)], pages=60, runner=runner)
+    assert all(len(text) == 4 for text in done.outputs.values())
+    reads = [row.expert_reads for row in done.work]
+    if "A3B" not in name:
+        assert set(reads) == {None}
+    else:
+        assert all(7 * 2 <= (r or 0) <= 7 * 4 for r in reads)
 
 
 def test_weights_depend_on_the_seed_alone() -> None:
@@ -67,7 +110,11 @@ def test_a_repeated_block_makes_no_two_rows_equal(monkeypatch: pytest.MonkeyPatc
     ("name", "overrides", "words"),
     [
         ("dummy:lama-3.1-8b", {}, "nearest are .*Llama-3.1-8B"),
-        ("dummy:qwen3-8b", {}, "family qwen3"),
+        ("dummy:deepseek-v3", {}, "family deepseek_v3.*latent attention"),
+        ("dummy:llama", {"experts": 4}, "each token 0 of 4 experts"),
+        ("dummy:llama", {"experts_per_token": 2}, "each token 2 of 0 experts"),
+        ("dummy:qwen3-30b-a3b", {"experts_per_token": 129}, "129 of 128 experts"),
+        ("dummy:qwen3-30b-a3b", {"layers": 1000}, "128 experts"),
         ("dummy:", {}, "no dummy model ''"),
         ("dummy:llama", {"depth": 3}, "no dimension 'depth'"),
         ("dummy:llama", {"layers": 0}, "layers of dummy:llama is 0"),

@@ -165,11 +165,15 @@ def test_damaged_header_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "arch", "words"),
     [
-        ({}, "gemma3", "architecture 'gemma3'"),
-        ({"llama.rope.scaling.type": "yarn"}, "llama", "RoPE scaling (yarn)"),
-        ({"llama.expert_count": 8}, "llama", "experts"),
-        ({"llama.attention.sliding_window": 16}, "llama", "sliding window"),
-        ({"tokenizer.ggml.model": "llama"}, "llama", "tokenizer of the kind 'llama'"),
+        ({}, "phi3", "architecture 'phi3'"),
+        ({"llama.rope.scaling.type": "longrope"}, "llama", "scales RoPE by 'longrope'"),
+        (
+            {key.replace("llama", "qwen2"): v for key, v in tiny.METADATA.items()}
+            | {"qwen2.attention.sliding_window": 16},
+            "qwen2",
+            "sliding window without saying",
+        ),
+        ({"tokenizer.ggml.model": "bert"}, "llama", "tokenizer of the kind 'bert'"),
         (
             {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "tekken"},
             "llama",
@@ -185,11 +189,24 @@ def test_unsupported_models(
     assert words in load_error(path, UsageError)
 
 
-def test_scaled_rope_frequencies_are_refused(tmp_path: Path) -> None:
+def test_divisors_of_rope_belong_to_the_spec(tmp_path: Path) -> None:
     tensors = tiny.gguf_weights(tiny.hf_weights())
-    tensors["rope_freqs.weight"] = np.ones(4, np.float32)
+    tensors["rope_freqs.weight"] = np.array([1, 1, 2, 8], np.float32)
     path = tiny.write_gguf(tmp_path / "tiny.gguf", tensors)
-    assert "RoPE scaling (llama3)" in load_error(path, UsageError)
+    spec = load_model(str(path), "fp32").spec
+    assert spec.rope is not None and spec.rope.divisors == (1, 1, 2, 8)
+    assert spec.resized(head_dim=4).rope is None
+    tensors["rope_freqs.weight"] = np.ones(3, np.float32)
+    path = tiny.write_gguf(tmp_path / "tiny.gguf", tensors)
+    assert "'rope_freqs.weight'" in load_error(path)
+
+
+def test_window_of_a_mistral_and_older_scaling(tmp_path: Path) -> None:
+    tensors = tiny.gguf_weights(tiny.hf_weights())
+    keys = {"llama.attention.sliding_window": 16, "llama.rope.scale_linear": 4.0}
+    spec = load_model(str(tiny.write_gguf(tmp_path / "tiny.gguf", tensors, keys)), "fp32").spec
+    assert (spec.window, spec.local_layers) == (16, 2)
+    assert spec.rope is not None and (spec.rope.kind, spec.rope.factor) == ("linear", 4.0)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +218,12 @@ def test_scaled_rope_frequencies_are_refused(tmp_path: Path) -> None:
         ({"llama.attention.value_length": 4}, "keys of 8, values of 4"),
         ({"llama.rope.dimension_count": 4}, "4 rotated"),
         ({"llama.attention.head_count": 0}, "heads of tiny is 0"),
+        ({"llama.expert_count": 4}, "expert_used_count"),
+        ({"llama.expert_count": 4, "llama.expert_used_count": 2}, "ffn_gate_inp"),
+        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.factor"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 0.5}, "no frequencies"),
+        ({"llama.rope.freq_base": 0.0}, "no frequencies"),
+        ({"llama.rope.freq_base": float("nan")}, "no frequencies"),
         ({"llama.attention.head_count_kv": 3}, "4 heads on 3 kv_heads"),
     ],
 )

@@ -10,8 +10,16 @@ import pytest
 import torch
 
 from stepscope.errors import StepscopeError, UsageError
+from stepscope.models.hf_config import TRAITS, spec_from_config
 from stepscope.models.load import load_model
+from stepscope.models.rope import inverse_frequencies
+from stepscope.models.tensors import check_shape
 from tests import tiny_llama as tiny
+
+SCALED_LOCALLY = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+}
 
 
 def load_error(path: Path, kind: type[StepscopeError] = StepscopeError) -> str:
@@ -63,13 +71,22 @@ def test_rope_base_of_newer_configs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model_type": "qwen3"}, "model_type 'qwen3'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "RoPE scaling (llama3)"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "RoPE scaling (linear)"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "RoPE scaling (yarn)"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding window"),
+        ({"model_type": "phi3"}, "model_type 'phi3'"),
+        ({"model_type": ["llama"]}, "model_type '['llama']'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "scales RoPE by 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "scales RoPE by 'longrope'"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
+            "without rounding its bounds",
+        ),
         ({"attention_bias": True}, "biases"),
         ({"hidden_act": "gelu"}, "activation gelu"),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "both directions"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": SCALED_LOCALLY},
+            "on its sliding layers",
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
         ({"partial_rotary_factor": 0.5}, "partial rotation"),
     ],
@@ -79,11 +96,108 @@ def test_unsupported_models(tmp_path: Path, config: dict[str, Any], words: str) 
     assert words in load_error(path, UsageError)
 
 
-def test_mistral_with_full_attention_is_a_llama(tmp_path: Path) -> None:
-    path = tiny.write_hf(
-        tmp_path / "a", tiny.hf_weights(), model_type="mistral", sliding_window=None
-    )
-    assert load_model(str(path), "fp32").spec.arch == "llama"
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, "at least 1"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_theta": "high"}, "'high' as rope_theta"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window"),
+        ({"model_type": "mistral", "sliding_window": 9, "layer_types": ["x"]}, "layer_types"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"model_type": "mixtral", "num_local_experts": 2.5}, "num_local_experts"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "9 of 8 experts"),
+        ({"model_type": "qwen2"}, "self_attn.q_proj.bias"),
+        ({"model_type": "qwen3"}, "self_attn.q_norm"),
+        ({"model_type": "gemma2"}, "pre_feedforward_layernorm"),
+        ({"model_type": "mixtral"}, "block_sparse_moe"),
+    ],
+)
+def test_configs_that_make_no_model(tmp_path: Path, config: dict[str, Any], words: str) -> None:
+    path = tiny.write_hf(tmp_path / "a", tiny.hf_weights(), **config)
+    with pytest.raises(StepscopeError, match=words) as caught:
+        load_model(str(path), "fp32")
+    assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+JUNK = [None, "x", [], [1], {}, {"a": 1}, -1, 0, 1, 2.5, 10**30, float("nan"), True]
+ALL_KEYS = [
+    *(*tiny.CONFIG, "rope_scaling", "rope_parameters", "sliding_window", "layer_types"),
+    *("max_window_layers", "use_sliding_window", "num_experts", "num_local_experts"),
+    *("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers"),
+    *("decoder_sparse_step", "query_pre_attn_scalar", "hidden_activation", "hidden_act"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "sliding_window_pattern"),
+    *("rope_local_base_freq", "partial_rotary_factor"),
+]
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0}
+    | {"mscale_all_dim": 1.0, "attention_factor": 1.1},
+    {"type": "linear", "factor": 8.0},
+]
+
+
+@pytest.mark.parametrize("kind", list(TRAITS))
+def test_junk_in_a_config_is_named_or_does_no_harm(tmp_path: Path, kind: str) -> None:
+    """One key at a time: no other exception, and what passes can make its tables."""
+    good = {**tiny.CONFIG, "model_type": kind, "use_sliding_window": True}
+    cases = [good | {key: value} for key in ALL_KEYS for value in JUNK if key != "model_type"]
+    for rope in ROPES:
+        common = {"original_max_position_embeddings": 32, "rope_theta": 1e4}
+        whole = rope | common
+        cases += [
+            good | {"rope_parameters": whole | {key: value}} for key in whole for value in JUNK
+        ]
+    passed = 0
+    for case in cases:
+        try:
+            spec = spec_from_config(tmp_path, case, None)
+            check_shape(spec)
+        except StepscopeError as error:
+            assert str(error).endswith(".") and "\n" not in str(error)
+            continue
+        passed += 1
+        if spec.head_dim < 1000:  # larger ones are stopped by the memory they would take
+            frequencies = inverse_frequencies(spec.head_dim, spec.rope_theta, spec.rope)
+            assert frequencies.isfinite().all()
+    assert 0 < passed < len(cases)
+
+
+def test_mistral_with_full_attention_has_no_window(tmp_path: Path) -> None:
+    weights = tiny.hf_weights()
+    path = tiny.write_hf(tmp_path / "a", weights, model_type="mistral", sliding_window=None)
+    assert load_model(str(path), "fp32").spec.local_layers == 0
+    path = tiny.write_hf(tmp_path / "b", weights, model_type="mistral")
+    assert load_model(str(path), "fp32").spec.window == 4096  # MistralConfig's default
+
+
+def test_older_and_newer_configs_of_gemma3_say_the_same(tmp_path: Path) -> None:
+    common = {**tiny.CONFIG, "model_type": "gemma3_text", "num_hidden_layers": 3}
+    common["rope_theta"] = None
+    older = {"rope_theta": 1e6, "rope_local_base_freq": 5e3, "sliding_window_pattern": 3} | {
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0}
+    }
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    local = {"rope_type": "default", "rope_theta": 5e3}
+    newer = {
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    }
+    specs = [spec_from_config(tmp_path, {**common, **c}, None) for c in (older, newer)]
+    assert specs[0] == specs[1]
+    spec = specs[0]
+    assert (spec.rope_theta, spec.local_rope_theta, spec.layer_pattern) == (1e6, 5e3, "ssf")
+    assert spec.rope is not None and spec.rope.factor == 8.0
+
+
+def test_qwen_windows_are_off_unless_switched_on(tmp_path: Path) -> None:
+    values = {**tiny.CONFIG, "model_type": "qwen2", "sliding_window": 4096}
+    assert spec_from_config(tmp_path, values, None).window is None
+    on = {**values, "use_sliding_window": True, "max_window_layers": 1}
+    spec = spec_from_config(tmp_path, on, None)
+    assert [spec.is_local(i) for i in range(2)] == [False, True]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "", '{"model_type": "llama", "hidden_size": "x"}'])

@@ -214,7 +214,7 @@ def test_a_base_model_has_no_chat(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ggml.model": "llama"}, "kind 'llama'"),
+        ({"ggml.model": "bert"}, "kind 'bert'"),
         ({"ggml.pre": "tekken"}, "pre-tokenizer 'tekken'"),
         ({"ggml.pre": None}, "pre-tokenizer 'missing'"),
         ({"ggml.merges": ["h q"]}, "merges 'h q'"),

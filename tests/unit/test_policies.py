@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from stepscope.engine.policies import POLICIES, View, policy_named
-from stepscope.engine.policies.view import youngest
+from stepscope.engine.policies import POLICIES, policy_named
+from stepscope.engine.policies.preempt import youngest
+from stepscope.engine.policies.view import fcfs
 from stepscope.engine.request import Request
 from stepscope.engine.scheduler import Limits
 from stepscope.errors import UsageError
 from tests.engine.harness import Outcome, alone, ask, run
+from tests.policy_views import grants, view_of
 
 # Requests 0 and 1 are there at once, 2 arrives while they decode. One slot stays free for it.
 LIMITS = Limits(max_seqs=3, token_budget=8, chunk=3)
 LATE_NS = 20
+FCFS = [name for name, policy in POLICIES.items() if policy.order is fcfs]
 
 
 def trio() -> list[Request]:
     return [ask(0, 4, 7), ask(1, 2, 3), ask(2, 7, 2, arrival_ns=LATE_NS)]
-
-
-def view_of(policy: str, **changes: object) -> View:
-    values: dict[str, object] = {
-        "waiting": [],
-        "running": [],
-        "free_pages": 100,
-        "total_pages": 100,
-        "page_size": 4,
-        "growth": 0,
-        "token_budget": 8,
-        "chunk": 8,
-        "max_seqs": 8,
-        "policy": policy_named(policy),
-    }
-    return View(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def grants(policy: str, **changes: object) -> list[tuple[int, int]]:
-    view = view_of(policy, **changes)
-    return [(g.request.id, g.tokens) for g in view.policy.assign(view)]
 
 
 def decoding(id: int, computed: int = 4) -> Request:
@@ -211,14 +193,14 @@ def test_the_watermark_is_off_when_nobody_runs(policy: str) -> None:
     assert grants(policy, waiting=[ask(1, 8)], free_pages=2, total_pages=500) == [(1, 8)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", FCFS)
 def test_nobody_overtakes_a_prompt_that_does_not_fit(policy: str) -> None:
     assert grants(policy, waiting=[ask(0, 40), ask(1, 1)], free_pages=5) == []
 
 
 def test_the_victim_is_the_latest_arrival_and_of_equals_the_last() -> None:
     running = [ask(3, 4, arrival_ns=5), ask(1, 4, arrival_ns=9), ask(2, 4, arrival_ns=9)]
-    assert youngest(running).id == 2
+    assert youngest(view_of("chunked"), running).id == 2
 
 
 def test_an_unknown_policy_is_named_with_the_known_ones() -> None:

@@ -72,7 +72,7 @@ def test_a_full_scenario() -> None:
         {"layers": 2},
     )
     assert full.engine.policies == ("prefill-first", "chunked,chunk=64")
-    assert full.engine.total_pages == 63
+    assert full.engine.total_pages(1) == 63
     assert full.slo.ttft_ms == 1000
     assert len(full.requests) == 10
     long = next(r for r in full.requests if r.client == "long")

@@ -14,4 +14,6 @@ def prefill_first(view: View) -> list[Grant]:
             break
         prefills.append(Grant(request, request.todo))
         budget -= request.todo
-    return prefills or [Grant(r, r.todo) for r in view.running]
+    if all(g.request.decoding for g in prefills):  # none, or swapped in: they decode with the rest
+        prefills += [Grant(r, r.todo) for r in view.running]
+    return prefills

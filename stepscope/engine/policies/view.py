@@ -1,10 +1,16 @@
-"""What a policy may see and what it answers; the choices that policies share."""
+"""What a policy may see and what it answers.
+
+A policy is pure functions over a `View`: the order of the waiting queue, admission, tokens per
+request in this step, the victim when pages run out, and (for preemptive ones) whom to put back.
+What it has to remember of a run is one value, folded: memory = remember(memory, view), once per
+step, starting from None; the other functions read it as `view.memory`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 
 class Seen(Protocol):
@@ -15,15 +21,44 @@ class Seen(Protocol):
     @property
     def arrival_ns(self) -> int: ...
     @property
+    def client(self) -> str: ...
+    @property
+    def priority(self) -> int: ...  # a smaller number goes first
+    @property
+    def tokens(self) -> Sequence[int]: ...  # prompt, then output
+    @property
+    def pages(self) -> Sequence[int]: ...
+    @property
     def prompt_tokens(self) -> int: ...
     @property
     def output_tokens(self) -> int: ...
     @property
-    def todo(self) -> int: ...
+    def max_tokens(self) -> int: ...  # the output it asked for at most
+    @property
+    def most_tokens(self) -> int: ...  # tokens in the cache if it gets all of them
+    @property
+    def computed(self) -> int: ...
+    @property
+    def todo(self) -> int: ...  # tokens to compute before the next one is sampled
+    @property
+    def cached_prefix(self) -> int: ...  # while it waits: leading tokens a prefix cache holds
+    @property
+    def shared_pages(self) -> int: ...  # of them: pages that running requests hold
     @property
     def decoding(self) -> bool: ...
+
+
+class Ran(Protocol):
+    """What the last step did for one request."""
+
     @property
-    def most_tokens(self) -> int: ...
+    def request(self) -> Seen: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def recomputed(self) -> int: ...
+    @property
+    def samples(self) -> bool: ...
 
 
 class Grant(NamedTuple):
@@ -33,9 +68,22 @@ class Grant(NamedTuple):
     tokens: int
 
 
+class Knob(NamedTuple):
+    """A setting of a policy. A default that is an int takes whole numbers only."""
+
+    default: int | float | str
+    about: str
+    choices: tuple[str, ...] = ()
+    least: float = 0
+    most: float = 1e9
+
+
 @dataclass(frozen=True, slots=True)
 class View:
-    """The queue at one moment. `growth` = pages that running decodes take for one more token."""
+    """The queue at one moment. `growth` = pages that running decodes take for one more token.
+
+    now_ns is when this step began, last what the step before did (empty if it was idle).
+    """
 
     waiting: Sequence[Seen]
     running: Sequence[Seen]
@@ -47,56 +95,94 @@ class View:
     chunk: int
     max_seqs: int
     policy: Policy
+    now_ns: int = 0
+    last: Sequence[Ran] = ()
+    memory: Any = None
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
+    def number(self, knob: str) -> float:
+        return float(self.policy.value(knob))
+
     def admissible(self) -> Iterator[Seen]:
         """Waiting requests in the policy's order, as long as a slot and their pages are there."""
-        slots = self.max_seqs - len(self.running)
-        pages = self.free_pages - self.growth - self.policy.spare(self)
+        rule, slots = self.policy.admission, self.max_seqs - len(self.running)
+        admitted: list[Seen] = []
+        pages = self.free_pages - self.growth
         for request in self.policy.order(self):
-            pages -= self.policy.admit(self, request)
-            if slots < 1 or pages < 0:
+            admitted.append(request)
+            pages -= rule.hold(self, request) - request.shared_pages
+            # The first into an empty engine has nobody to leave pages to.
+            spare = rule.spare(self, admitted) if self.running or len(admitted) > 1 else 0
+            if len(admitted) > slots or pages < spare:
                 return
-            slots -= 1
             yield request
+
+    def without(self, gone: Sequence[Seen]) -> View:
+        """The same moment if these had been preempted."""
+        stay = [r for r in self.running if all(r is not g for g in gone)]
+        growth = sum(r.decoding and self.pages_for(r.computed + 1) > len(r.pages) for r in stay)
+        free = self.free_pages + sum(len(g.pages) for g in gone)
+        return replace(self, running=stay, free_pages=free, growth=growth)
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class Admission:
+    """A request may enter if the pages it takes (`hold`) leave `spare` pages free.
+
+    spare gets all that would be admitted in this step, the one in question last.
+    """
+
     name: str
-    assign: Callable[[View], list[Grant]]
-    order: Callable[[View], Sequence[Seen]]
-    admit: Callable[[View, Seen], int]  # pages a request takes when it is admitted
-    spare: Callable[[View], int]  # pages that an admission must leave free
-    victim: Callable[[Sequence[Seen]], Seen]
+    about: str
+    hold: Callable[[View, Seen], int]
+    spare: Callable[[View, Sequence[Seen]], int]
 
 
-def fcfs(view: View) -> Sequence[Seen]:
+Victim = Callable[[View, Sequence[Seen]], Seen]
+
+COMMON = {
+    "watermark": Knob(0.01, "share of the pages that admission=watermark leaves free", most=1),
+    "ratio": Knob(0.5, "share of the output that admission=optimistic expects", most=1),
+}
+
+
+def fcfs(view: View) -> Iterable[Seen]:
     """First come, first served; a preempted request has gone back to the head."""
     return view.waiting
 
 
-def whole_prompt(view: View, request: Seen) -> int:
-    """Everything it has to compute now; a prompt half in the cache helps nobody."""
-    return view.pages_for(request.todo)
+def nobody(view: View) -> Sequence[Seen]:
+    """Not preemptive: only a lack of pages puts a running request back."""
+    return ()
 
 
-def reserve_max(view: View, request: Seen) -> int:
-    """Its pages at max_tokens, so that nothing admitted is ever preempted."""
-    return min(view.pages_for(request.most_tokens), view.total_pages)
+def nothing(memory: Any, view: View) -> Any:
+    """Has nothing to remember."""
+    return None
 
 
-def watermark(view: View) -> int:
-    """1 % of the pool, so that decodes can grow; nothing when nobody runs."""
-    return view.total_pages // 100 if view.running else 0
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """One choice for each plug-point. `evict` is asked before `assign`, which sees them gone."""
 
+    name: str
+    about: str
+    assign: Callable[[View], list[Grant]]
+    admission: Admission
+    victim: Victim
+    order: Callable[[View], Iterable[Seen]] = fcfs
+    evict: Callable[[View], Sequence[Seen]] = nobody
+    remember: Callable[[Any, View], Any] = nothing
+    knobs: Mapping[str, Knob] = field(default_factory=dict)
+    given: Mapping[str, int | float | str] = field(default_factory=dict)
 
-def nothing(view: View) -> int:
-    return 0
+    def admit(self, view: View, request: Seen) -> int:
+        """Pages the request takes when it is admitted."""
+        return self.admission.hold(view, request)
 
-
-def youngest(running: Sequence[Seen]) -> Seen:
-    """The latest arrival. The oldest request is never chosen while another runs: progress."""
-    return max(running, key=lambda r: (r.arrival_ns, r.id))
+    def value(self, knob: str) -> int | float | str:
+        """As given in the policy's text, or its default."""
+        default = (self.knobs.get(knob) or COMMON[knob]).default
+        return self.given.get(knob, default)
