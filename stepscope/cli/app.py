@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
+from stepscope import __version__
 from stepscope.cli import ceilings, compare, info, models, report, run, show
 from stepscope.errors import FAILED, INTERRUPTED, StepscopeError
 
 app = typer.Typer(
     name="stepscope",
-    help="Why does my decode step take 9 ms? Run an instrumented engine, see inside every step.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"stepscope {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Why does my decode step take 9 ms? Run an instrumented engine, see inside every step."""
+
+
 run.register(app)
 show.register(app)
 report.register(app)
