@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import metadata
 from typing import Annotated
 
 import typer
 
-from stepscope import __version__
 from stepscope.cli import ceilings, compare, info, models, report, run, show
 from stepscope.errors import FAILED, INTERRUPTED, StepscopeError
 
@@ -24,7 +24,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"stepscope {__version__}")
+        print(f"stepscope {metadata.version('stepscope')}")
         raise typer.Exit
 
 
