@@ -43,7 +43,7 @@ def _latency(metric: str, statistic: str) -> _Wanted:
         ns: float | None = getattr(found, statistic)
         return (None if ns is None else ns / 1e6), found.n
 
-    return _Wanted(f"{statistic}_{metric}", "ms", "lower", value)
+    return _Wanted(f"{statistic}_{metric}_ms", "ms", "lower", value)
 
 
 def _goodput(analysis: Analysis) -> Value:
@@ -92,10 +92,10 @@ ROWS: tuple[_Wanted, ...] = (
     _latency("itl", "max"),
     _latency("tpot", "p50"),
     _latency("e2e", "p50"),
-    _Wanted("goodput", "requests/s", "higher", _goodput),
+    _Wanted("goodput_per_s", "requests/s", "higher", _goodput),
     _Wanted("output_tokens_per_s", "tok/s", "higher", _output_rate),
-    _Wanted("mean_step", "ms", "lower", _mean_step),
-    _Wanted("stall_total", "ms", "lower", _stall_total),
+    _Wanted("mean_step_ms", "ms", "lower", _mean_step),
+    _Wanted("stall_total_ms", "ms", "lower", _stall_total),
     _Wanted("stalls", "count", "lower", _stall_count),
     _Wanted("preemptions", "count", "lower", _preemptions),
     _Wanted("recomputed_tokens", "tokens", "lower", _recomputed),

@@ -277,7 +277,7 @@ def comparison(
     for row in result.rows:
         if (not metrics or row.metric in metrics) and not (changed and not _moved(row)):
             table.add_row(
-                f"{row.metric} {row.unit}".strip(),
+                row.metric,  # carries its unit
                 *(sig(v) for v in row.values),
                 *(NA if d is None else f"{d * 100:+.1f} %" for d in row.deltas[1:]),
             )
