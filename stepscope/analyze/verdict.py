@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepscope.analyze.budget import TERMS, Budget, Split, ranking
-from stepscope.analyze.frame import Frame
+from stepscope.analyze.frame import Frame, idle_with_pending
 from stepscope.analyze.model import Evidence, Stall, Verdict
 from stepscope.analyze.rules import RULES
 from stepscope.analyze.tail import Delay, Tail, verdict_of_delay
@@ -157,7 +157,7 @@ def _idle_branch(found: Findings) -> _Decided | None:
     idle, wall = frame.idle_ns, frame.wall_ns
     if not wall or idle < frame.limits.idle_share * wall:
         return None
-    outside = _idle_with_pending(frame)
+    outside = idle_with_pending(frame)
     waiting = any(r.num_waiting for r in frame.rows if r.kind == "idle")
     if waiting and not outside:
         return None
@@ -180,25 +180,6 @@ def _idle_branch(found: Findings) -> _Decided | None:
         ),
         f"{ms(wall)} -> {ms(wall - idle)} ms of run time without idling (estimated)",
     )
-
-
-def _idle_with_pending(frame: Frame) -> int:
-    """ns of idle rows during which some request had arrived and was not yet queued."""
-    pending = sorted(
-        (r.arrival_ns, r.queued_ns) for r in frame.run.requests if r.queued_ns is not None
-    )
-    idle = [r for r in frame.rows if r.kind == "idle"]
-    total, at = 0, 0
-    for row in idle:
-        reached = row.begin_ns
-        while at < len(pending) and pending[at][1] <= row.begin_ns:
-            at += 1
-        for begin, end in pending[at:]:
-            if begin >= row.end_ns:
-                break
-            total += max(0, min(end, row.end_ns) - max(begin, reached))
-            reached = max(reached, min(end, row.end_ns))
-    return total
 
 
 def _decomposition(found: Findings) -> _Decided:
