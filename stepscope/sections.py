@@ -129,7 +129,7 @@ class ModelSection:
 @dataclass(frozen=True, slots=True)
 class EngineSection:
     policies: tuple[str, ...] = _knob(("chunked",), _policies, key="policy")
-    page_size: int = _count(16, high=65_536)
+    page_size: int = _count(16, high=256)
     kv_tokens: int = _count(16_384, high=1_000_000_000)
     kv_pages: int | None = _count(None, high=1_000_000_000)
     max_seqs: int = _count(16, high=65_536)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stepscope.analyze.advice import CHUNK_FALSIFY, KV_ADVICE, chunk_advice, is_chunked
 from stepscope.analyze.budget import TERMS, Budget, Split, ranking
 from stepscope.analyze.frame import Frame, idle_with_pending
 from stepscope.analyze.model import Evidence, Stall, Verdict
@@ -38,6 +39,7 @@ class _Decided:
     evidence: tuple[Evidence, ...]
     gain: str
     advice: str = ""  # "" = the rule's
+    falsify: str = ""
 
 
 def judge_run(found: Findings) -> Verdict:
@@ -54,7 +56,7 @@ def judge_run(found: Findings) -> Verdict:
         decided.evidence,
         decided.gain,
         decided.advice or rule.advice,
-        rule.falsify,
+        decided.falsify or rule.falsify,
         (),
         _runners_up(found, decided.name),
     )
@@ -118,6 +120,8 @@ def _tail_branch(found: Findings) -> _Decided | None:
         _tail_sentence(name, sub, share, worst),
         _tail_evidence(found, name, share, worst),
         _gain(found.budget.mean_ns, share, "none of it had happened"),
+        chunk_advice(frame) if name == "prefill_stall_bound" else "",
+        CHUNK_FALSIFY if name == "prefill_stall_bound" and is_chunked(frame) else "",
     )
 
 
@@ -198,12 +202,6 @@ def _decomposition(found: Findings) -> _Decided:
         _gain_of(found, name, share),
         advice,
     )
-
-
-KV_ADVICE = (
-    "Read less cache per token: a smaller KV dtype (vLLM and SGLang: --kv-cache-dtype), shorter "
-    "contexts, or fewer requests per step; a larger batch does not amortise KV."
-)
 
 
 def _sub(name: str, ns: Split) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -42,6 +43,11 @@ def wrote(path: Path, next_command: str) -> None:
     note(f"next: {next_command}")
 
 
+def shell_word(path: Path) -> str:
+    """As it can be typed: quoted where it has spaces or worse."""
+    return shlex.quote(str(path))
+
+
 def refuse_overwrite(path: Path, force: bool) -> None:
     """Raises UsageError rather than let a file be replaced."""
     if path.exists() and not force:
@@ -70,6 +76,13 @@ class StatusLine:
             self.show(text)
         else:
             note(text)
+
+    def measuring(self, what: str, share: float) -> None:
+        """Progress of the ceilings; said once where nothing can be redrawn."""
+        if self._live:
+            self.show(f"measuring {what}")
+        elif share == 0:
+            note("measuring the ceilings of this device (cached afterwards)")
 
     def step(self, row: StepRecord, done: int, total: int) -> None:
         if self._live:

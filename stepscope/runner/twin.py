@@ -20,8 +20,11 @@ CONTEXTS = (64, 512, 2048)
 
 
 def twin_spec(spec: ModelSpec) -> ModelSpec:
-    """Same layers, heads and operations; widths so small that their work is not measurable."""
-    return spec.resized(hidden=16, head_dim=8, intermediate=16, vocab=64)
+    """Same layers and operations; every width so small that its work is not measurable.
+
+    One head as well: the scores of many heads over a long context would be work of their own.
+    """
+    return spec.resized(hidden=16, heads=1, kv_heads=1, head_dim=8, intermediate=16, vocab=64)
 
 
 def twin_batches(most: int) -> list[int]:
