@@ -97,9 +97,7 @@ def _object(value: dict[str, Any], cls: Any, where: str) -> None:
             _check(value[f.name], hints[f.name], place)
             _limit(value[f.name], LIMITS.get(cls, {}).get(f.name), place)
             _choose(value[f.name], CHOICES.get(cls, {}).get(f.name), place)
-        elif f.default is MISSING and f.default_factory is MISSING:
-            raise _Wrong(f"{place} is missing")
-        elif f.name in NEEDED.get(cls, ()):
+        elif f.default is f.default_factory is MISSING or f.name in NEEDED.get(cls, ()):
             raise _Wrong(f"{place} is missing")
     unknown = sorted(value.keys() - {f.name for f in fields(cls)})
     if unknown and cls not in OPEN:
@@ -187,7 +185,9 @@ def _of(value: Any, kind: Any, called: str, where: str) -> Any:
 def _shown(value: Any) -> str:
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
-    text = "null" if value is None else str(value).lower() if value in (True, False) else repr(value)
+    text = (
+        "null" if value is None else str(value).lower() if value in (True, False) else repr(value)
+    )
     return text if len(text) <= 40 else text[:37] + "..."
 
 
@@ -227,6 +227,6 @@ def check_parts(parts: list[Part], steps: list[StepRecord], file: str) -> list[s
     if not beyond:
         return []
     return [
-        f"{file} line {beyond[0]}: the part goes on after the last recorded step ({last}) and is cut "
-        f"there ({plural(len(beyond), 'such line')})"
+        f"{file} line {beyond[0]}: the part goes on after the last recorded step ({last}) and is "
+        f"cut there ({plural(len(beyond), 'such line')})"
     ]

@@ -21,7 +21,9 @@ def main() -> None:
         pressed.append(number)
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored on purpose
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # else it is ignored on purpose
         signal.signal(signal.SIGINT, remember)
     try:
         from stepscope.cli.app import run_app

@@ -74,8 +74,8 @@ def run_app() -> None:
         sys.exit(FAILED)
     except OSError as error:
         leave_stdout()
-        what = "the output" if error.filename is None else error.filename
-        _end(f"cannot use {what} ({error.strerror or error})", FAILED)
+        what = "write the output" if error.filename is None else f"use {error.filename}"
+        _end(f"cannot {what} ({error.strerror or error})", FAILED)
     if code:
         sys.exit(code)
 
@@ -96,7 +96,7 @@ def _refuse(error: Any) -> NoReturn:
     if text.lstrip().startswith("Usage"):  # no arguments at all: the help
         print(text, file=sys.stderr)
         sys.exit(error.exit_code)
-    sentence = " ".join(text.split()).rstrip(".")
+    sentence = " ".join(text.split()).replace(". Did you", "; did you").rstrip(".?")
     command = error.ctx.command_path if error.ctx else "stepscope"
     _end(f"{sentence[:1].lower()}{sentence[1:]}; see {command} --help", error.exit_code)
 

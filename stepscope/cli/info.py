@@ -101,7 +101,7 @@ def explain(
     if name in RULES:
         rule = RULES[name]
         parts: tuple[tuple[str, str], ...] = (
-            ("", rule.title),
+            ("verdict", rule.title),
             ("rule", rule_text(name)),
             ("evidence", rule.evidence),
             ("told apart from", rule.told_apart),
@@ -110,12 +110,12 @@ def explain(
         )
     elif name in FLAGS:
         flag = FLAGS[name]
-        parts = (("", f"flag {name}"), ("rule", flag.rule), ("says", flag.wording))
+        parts = (("flag", name), ("rule", flag.rule), ("says", flag.wording))
     else:
         near = difflib.get_close_matches(name, [*RULES, *FLAGS], 3) or list(RULES)
         raise UsageError(f"there is no verdict '{verdict}'; the nearest are {', '.join(near)}")
     for label, text in parts:
-        entry(f"{label}:" if label else "-", text, 16)
+        entry(f"{label}:", text, 16)
 
 
 def doctor(json: Annotated[bool, typer.Option("--json")] = False) -> None:

@@ -116,7 +116,7 @@ def test_interrupted() -> None:
     assert analysis.finish_reasons == {"unfinished": 4}
     assert analysis.latency["e2e"].n == 0
     assert analysis.latency["ttft"].n == 4
-    assert any("interrupted" in note for note in analysis.notes)
+    assert any("did not go to its end" in note for note in analysis.notes)
 
 
 def test_a_run_without_a_model_is_refused_in_one_sentence() -> None:
