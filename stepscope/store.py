@@ -14,12 +14,12 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from types import NoneType, TracebackType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import TracebackType
+from typing import Any
 
+from stepscope.checks import check_meta, check_parts, check_steps
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records import SCHEMA_VERSION, Event, Part, RequestRecord, Run, RunMeta, StepRecord
 from stepscope.tables import EVENTS, PARTS, REQUESTS, STEPS, TABLES, Table, read_rows
@@ -44,21 +44,31 @@ class RunWriter:
 
     @classmethod
     def create(cls, directory: Path, meta: RunMeta, force: bool = False) -> RunWriter:
-        """Make the directory and its files. Raises UsageError rather than overwrite."""
+        """Make the directory and its files, or leave nothing new behind.
+
+        Raises UsageError rather than overwrite.
+        """
         directory = Path(directory)
         writer = cls(directory)
         try:
-            _make_room(directory, force)
-            writer.meta(meta)
-            writer.requests(())
-            for table in (STEPS, PARTS, EVENTS):
-                handle = io.FileIO(directory / table.file, "xb")
-                writer._files[table.file] = handle
-                _write_all(handle, table.header.encode())
+            with contextlib.ExitStack() as undo:
+                undo.callback(_remove_empty, _missing(directory))
+                if _make_room(directory, force):
+                    undo.callback(_remove_files, directory)
+                undo.callback(writer.close)
+                writer._start(meta)
+                undo.pop_all()
         except OSError as error:
-            writer.close()
             raise _refused(directory, error, "nothing was recorded") from error
         return writer
+
+    def _start(self, meta: RunMeta) -> None:
+        self.meta(meta)
+        self.requests(())
+        for table in (STEPS, PARTS, EVENTS):
+            handle = io.FileIO(self.directory / table.file, "xb")
+            self._files[table.file] = handle
+            _write_all(handle, table.header.encode())
 
     def append(
         self,
@@ -136,12 +146,30 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _make_room(directory: Path, force: bool) -> None:
+def _missing(directory: Path) -> list[Path]:
+    """The directory and those above it that are not there yet, the innermost first."""
+    return [path for path in (directory, *directory.parents) if not path.exists()]
+
+
+def _remove_empty(directories: list[Path]) -> None:
+    for path in directories:
+        with contextlib.suppress(OSError):  # not made, or no longer empty
+            path.rmdir()
+
+
+def _remove_files(directory: Path) -> None:
+    for name in RUN_FILES:
+        with contextlib.suppress(OSError):
+            (directory / name).unlink()
+
+
+def _make_room(directory: Path, force: bool) -> bool:
+    """Make the directory, or empty it of the run it holds; True if nothing was in it."""
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"{directory} is a file, not a directory; choose another -o")
     directory.mkdir(parents=True, exist_ok=True)
     if not any(directory.iterdir()):
-        return
+        return True
     if not force:
         raise UsageError(f"{directory} is not empty; use --force or another -o")
     if not _is_run_directory(directory):
@@ -151,6 +179,7 @@ def _make_room(directory: Path, force: bool) -> None:
         )
     for name in RUN_FILES:
         (directory / name).unlink(missing_ok=True)
+    return False
 
 
 def _is_run_directory(directory: Path) -> bool:
@@ -180,11 +209,17 @@ def _finite(value: Any) -> Any:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run directory, complete or not. Raises UsageError naming file, line and column."""
+    """Read a run directory, complete or not.
+
+    Raises UsageError naming the file and its line and column, or the key, for a damaged one.
+    """
     path = Path(path)
     meta = read_meta(path)
     rows = {t.file: _read_table(path / t.file, t, meta.notes) for t in TABLES}
-    return Run(meta, rows[STEPS.file], rows[REQUESTS.file], rows[PARTS.file], rows[EVENTS.file])
+    run = Run(meta, rows[STEPS.file], rows[REQUESTS.file], rows[PARTS.file], rows[EVENTS.file])
+    check_steps(run.steps, str(path / STEPS.file))
+    meta.notes += check_parts(run.parts, run.steps, str(path / PARTS.file))
+    return run
 
 
 def _read_table(file: Path, table: Table, notes: list[str]) -> list[Any]:
@@ -208,30 +243,8 @@ def read_meta(path: Path) -> RunMeta:
             f"{file} has schema version {raw['schema_version']} and this stepscope reads "
             f"{SCHEMA_VERSION}; read it with the stepscope that wrote it, or run again"
         )
-    _check_meta(raw, file)
-    try:
-        return RunMeta.from_dict(raw)
-    except (TypeError, AttributeError) as error:
-        raise UsageError(f"{file} is damaged ({error}); run the scenario again") from error
-
-
-def _check_meta(raw: dict[str, Any], file: Path) -> None:
-    hints = get_type_hints(RunMeta)
-    for f in fields(RunMeta):
-        if f.name not in raw:
-            if f.default is MISSING and f.default_factory is MISSING:
-                raise UsageError(f"{file} lacks {f.name}; run the scenario again")
-            continue
-        options = get_args(hints[f.name]) if NoneType in get_args(hints[f.name]) else ()
-        kinds = tuple(_plain(h) for h in options or (hints[f.name],))
-        if not isinstance(raw[f.name], kinds):
-            raise UsageError(f"{file}: {f.name} is not a {kinds[0].__name__}; run again")
-
-
-def _plain(hint: Any) -> type:
-    origin = get_origin(hint) or hint
-    plain: type = str if origin is Literal else origin
-    return plain
+    check_meta(raw, str(file))
+    return RunMeta.from_dict(raw)
 
 
 def _read_text(file: Path) -> str:

@@ -22,6 +22,7 @@ from stepscope.text import listing
 # A torn line is at most one row. A longer unreadable tail is damage, and is not dropped silently.
 MOST_TORN_CHARS = 65_536
 ROWS_AT_ONCE = 4096  # cells are held as text only for so many rows: 200k steps have 12M cells
+LARGEST = 2**63 - 1
 _NEEDS_QUOTES = re.compile(r'[",\r\n]|^\s|\s$')
 
 
@@ -144,7 +145,7 @@ def _values(cells: Sequence[str], column: Column, text: str, file: str, done: in
         return _converted(cells, column)
     except ValueError:
         i = next(i for i, cell in enumerate(cells) if not _readable(cell, column))
-        expected = listing(list(column.choices), 9) or "a whole number"
+        expected = listing(list(column.choices), 9) or "a whole number of 64 bits"
         raise UsageError(
             f"{file} line {_line_of(text, done + i)}, column {column.name}: "
             f"{cells[i][:40]!r} is not {expected}"
@@ -157,9 +158,13 @@ def _converted(cells: Sequence[str], column: Column) -> Sequence[Any]:
         raise ValueError(column.name)
     if column.is_text:
         return [cell or None for cell in cells] if column.optional else cells
-    if column.optional:
-        return [int(cell) if cell else None for cell in cells]
-    return list(map(int, cells))
+    known = [int(cell) for cell in cells if cell] if column.optional else list(map(int, cells))
+    if known and (min(known) < -LARGEST or max(known) > LARGEST):
+        raise ValueError(column.name)
+    if len(known) == len(cells):
+        return known
+    numbers = iter(known)
+    return [next(numbers) if cell else None for cell in cells]
 
 
 def _readable(cell: str, column: Column) -> bool:

@@ -159,7 +159,7 @@ def _not_available(frame: Frame, gaps: list[int]) -> list[tuple[str, str]]:
 def _notes(frame: Frame, stalls: list[Stall], tokens: dict[int, Tokens]) -> list[str]:
     notes = []
     if not frame.run.meta.complete:
-        notes.append("The run was interrupted: this is its first part.")
+        notes.append("The run did not go to its end: this is its first part.")
     warmup = sum(row.kind != "idle" and bool(row.warmup) for row in frame.rows)
     if warmup:
         notes.append(f"{plural(warmup, 'warm-up step')} left out of all step statistics.")

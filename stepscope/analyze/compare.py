@@ -43,7 +43,7 @@ def _latency(metric: str, statistic: str) -> _Wanted:
         ns: float | None = getattr(found, statistic)
         return (None if ns is None else ns / 1e6), found.n
 
-    return _Wanted(f"{statistic}_{metric}", "ms", "lower", value)
+    return _Wanted(f"{statistic}_{metric}_ms", "ms", "lower", value)
 
 
 def _goodput(analysis: Analysis) -> Value:
@@ -74,6 +74,18 @@ def _if_judged(analysis: Analysis, value: float) -> float | None:
     return None if analysis.throughput.p50_step_ns is None else value
 
 
+def _mbu(analysis: Analysis) -> Value:
+    return analysis.throughput.mbu, analysis.throughput.decode_steps
+
+
+def _prefix_hits(analysis: Analysis) -> Value:
+    return analysis.prefix_hit_share, sum(analysis.finish_reasons.values())
+
+
+def _failures(analysis: Analysis) -> Value:
+    return float(len(analysis.failures)), sum(analysis.finish_reasons.values())
+
+
 def _preemptions(analysis: Analysis) -> Value:
     return float(analysis.preemptions), sum(analysis.finish_reasons.values())
 
@@ -83,6 +95,7 @@ def _recomputed(analysis: Analysis) -> Value:
 
 
 ROWS: tuple[_Wanted, ...] = (
+    _latency("ttft", "mean"),
     _latency("ttft", "p50"),
     _latency("ttft", "p99"),
     _latency("queue", "p50"),
@@ -91,15 +104,28 @@ ROWS: tuple[_Wanted, ...] = (
     _latency("itl", "p99"),
     _latency("itl", "max"),
     _latency("tpot", "p50"),
+    _latency("tpot", "p99"),
     _latency("e2e", "p50"),
-    _Wanted("goodput", "requests/s", "higher", _goodput),
+    _latency("e2e", "p99"),
+    _Wanted("goodput_per_s", "requests/s", "higher", _goodput),
     _Wanted("output_tokens_per_s", "tok/s", "higher", _output_rate),
-    _Wanted("mean_step", "ms", "lower", _mean_step),
-    _Wanted("stall_total", "ms", "lower", _stall_total),
+    _Wanted("mbu", "", "higher", _mbu),
+    _Wanted("mean_step_ms", "ms", "lower", _mean_step),
+    _Wanted("stall_total_ms", "ms", "lower", _stall_total),
     _Wanted("stalls", "count", "lower", _stall_count),
+    _Wanted("failures", "count", "lower", _failures),
+    _Wanted("prefix_hit_share", "", "higher", _prefix_hits),
     _Wanted("preemptions", "count", "lower", _preemptions),
     _Wanted("recomputed_tokens", "tokens", "lower", _recomputed),
 )
+
+
+METRIC_NAMES = tuple(wanted.metric for wanted in ROWS)
+
+
+def metrics(analysis: Analysis) -> dict[str, float | None]:
+    """Every comparable number of one run by its name; None where the run lacks it."""
+    return {wanted.metric: wanted.value(analysis)[0] for wanted in ROWS}
 
 
 def _row(wanted: _Wanted, analyses: list[Analysis]) -> MetricRow:

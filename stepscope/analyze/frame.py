@@ -148,3 +148,22 @@ def build_frame(run: Run, limits: Thresholds) -> Frame:
             f"Several ranks were recorded; the steps of rank {first_rank} are shown."
         )
     return frame
+
+
+def idle_with_pending(frame: Frame) -> int:
+    """ns of idle rows during which some request had arrived and was not yet queued."""
+    pending = sorted(
+        (r.arrival_ns, r.queued_ns) for r in frame.run.requests if r.queued_ns is not None
+    )
+    idle = [r for r in frame.rows if r.kind == "idle"]
+    total, at = 0, 0
+    for row in idle:
+        reached = row.begin_ns
+        while at < len(pending) and pending[at][1] <= row.begin_ns:
+            at += 1
+        for begin, end in pending[at:]:
+            if begin >= row.end_ns:
+                break
+            total += max(0, min(end, row.end_ns) - max(begin, reached))
+            reached = max(reached, min(end, row.end_ns))
+    return total

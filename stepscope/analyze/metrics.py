@@ -58,7 +58,8 @@ METRICS: dict[str, Metric] = {
     "normalized": Metric("e2e / output tokens, per request", "ms", "lower"),
     "goodput": Metric(
         "requests per second of run time that meet every SLO of the scenario: ttft_ms against the "
-        "request's TTFT, itl_ms against the 99th percentile of its own gaps; a failed request is "
+        "request's TTFT, itl_ms against its longest gap (one long stall is what a reader notices, "
+        "and a percentile would hide it); a failed request is "
         "judged and misses, an aborted or unfinished one is not judged",
         "requests/s",
         "higher",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stepscope.analyze.advice import CHUNK_FALSIFY, KV_ADVICE, chunk_advice, is_chunked
 from stepscope.analyze.budget import TERMS, Budget, Split, ranking
-from stepscope.analyze.frame import Frame
+from stepscope.analyze.frame import Frame, idle_with_pending
 from stepscope.analyze.model import Evidence, Stall, Verdict
 from stepscope.analyze.rules import RULES
 from stepscope.analyze.tail import Delay, Tail, verdict_of_delay
@@ -38,6 +39,7 @@ class _Decided:
     evidence: tuple[Evidence, ...]
     gain: str
     advice: str = ""  # "" = the rule's
+    falsify: str = ""
 
 
 def judge_run(found: Findings) -> Verdict:
@@ -54,7 +56,7 @@ def judge_run(found: Findings) -> Verdict:
         decided.evidence,
         decided.gain,
         decided.advice or rule.advice,
-        rule.falsify,
+        decided.falsify or rule.falsify,
         (),
         _runners_up(found, decided.name),
     )
@@ -118,6 +120,8 @@ def _tail_branch(found: Findings) -> _Decided | None:
         _tail_sentence(name, sub, share, worst),
         _tail_evidence(found, name, share, worst),
         _gain(found.budget.mean_ns, share, "none of it had happened"),
+        chunk_advice(frame) if name == "prefill_stall_bound" else "",
+        CHUNK_FALSIFY if name == "prefill_stall_bound" and is_chunked(frame) else "",
     )
 
 
@@ -157,7 +161,7 @@ def _idle_branch(found: Findings) -> _Decided | None:
     idle, wall = frame.idle_ns, frame.wall_ns
     if not wall or idle < frame.limits.idle_share * wall:
         return None
-    outside = _idle_with_pending(frame)
+    outside = idle_with_pending(frame)
     waiting = any(r.num_waiting for r in frame.rows if r.kind == "idle")
     if waiting and not outside:
         return None
@@ -182,25 +186,6 @@ def _idle_branch(found: Findings) -> _Decided | None:
     )
 
 
-def _idle_with_pending(frame: Frame) -> int:
-    """ns of idle rows during which some request had arrived and was not yet queued."""
-    pending = sorted(
-        (r.arrival_ns, r.queued_ns) for r in frame.run.requests if r.queued_ns is not None
-    )
-    idle = [r for r in frame.rows if r.kind == "idle"]
-    total, at = 0, 0
-    for row in idle:
-        reached = row.begin_ns
-        while at < len(pending) and pending[at][1] <= row.begin_ns:
-            at += 1
-        for begin, end in pending[at:]:
-            if begin >= row.end_ns:
-                break
-            total += max(0, min(end, row.end_ns) - max(begin, reached))
-            reached = max(reached, min(end, row.end_ns))
-    return total
-
-
 def _decomposition(found: Findings) -> _Decided:
     terms = found.budget.ranking()
     name, share = terms[0] if terms else ("undetermined", 0.0)
@@ -217,12 +202,6 @@ def _decomposition(found: Findings) -> _Decided:
         _gain_of(found, name, share),
         advice,
     )
-
-
-KV_ADVICE = (
-    "Read less cache per token: a smaller KV dtype (vLLM and SGLang: --kv-cache-dtype), shorter "
-    "contexts, or fewer requests per step; a larger batch does not amortise KV."
-)
 
 
 def _sub(name: str, ns: Split) -> str:

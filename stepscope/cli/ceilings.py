@@ -48,7 +48,7 @@ def ceilings(
         loaded.spec,
         count,
         refresh=refresh,
-        progress=lambda what, share: status.show(f"measuring {what}"),
+        progress=status.measuring,
     )
     products = build_decoder(loaded, "auto").products
     measured = replace(measured, twin=tuple(measure_twin(loaded.spec, (1, 4, 16), products)))

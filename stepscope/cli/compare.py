@@ -78,7 +78,9 @@ def _labelled(ref: str) -> tuple[str, str]:
 def _run_children(path: Path) -> list[Path]:
     if not path.is_dir() or (path / "run.json").exists():
         return []
-    return sorted(p.parent for p in path.glob("*/run.json"))
+    from stepscope.store import list_runs
+
+    return [child for child, _ in list_runs(path) if child.parent == path]  # in order of recording
 
 
 def _unique(label: str, loaded: list[tuple[str, Run, Analysis]]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stepscope.cli.output import RUNS, note, print_json, stdout
+from stepscope.cli.output import RUNS, entry, note, print_json
 from stepscope.errors import UsageError
 
 KINDS = ("scenarios", "policies", "devices", "models", "metrics", "runs")
@@ -34,7 +34,7 @@ def list_things(
     if kind not in listers:
         raise UsageError(f"there are no '{kind}' to list; choose one of {', '.join(KINDS)}")
     for name, text in listers[kind]():
-        stdout().print(f"{name:<22} {text}", highlight=False, markup=False)
+        entry(name, text, 22)
 
 
 def _scenarios() -> list[tuple[str, str]]:
@@ -98,7 +98,7 @@ def explain(
     if name in RULES:
         rule = RULES[name]
         parts: tuple[tuple[str, str], ...] = (
-            ("", rule.title),
+            ("verdict", rule.title),
             ("rule", rule_text(name)),
             ("evidence", rule.evidence),
             ("told apart from", rule.told_apart),
@@ -107,13 +107,12 @@ def explain(
         )
     elif name in FLAGS:
         flag = FLAGS[name]
-        parts = (("", f"flag {name}"), ("rule", flag.rule), ("says", flag.wording))
+        parts = (("flag", name), ("rule", flag.rule), ("says", flag.wording))
     else:
         near = difflib.get_close_matches(name, [*RULES, *FLAGS], 3) or list(RULES)
         raise UsageError(f"there is no verdict '{verdict}'; the nearest are {', '.join(near)}")
-    out = stdout()
     for label, text in parts:
-        out.print(f"{label + ':' if label else ''} {text}".strip(), highlight=False, markup=False)
+        entry(f"{label}:", text, 16)
 
 
 def doctor(json: Annotated[bool, typer.Option("--json")] = False) -> None:
@@ -125,4 +124,4 @@ def doctor(json: Annotated[bool, typer.Option("--json")] = False) -> None:
         print_json(found)
         return
     for name, value in found.items():
-        stdout().print(f"{name:<22} {value}", highlight=False, markup=False)
+        entry(name, str(value), 22)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import shlex
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -13,18 +17,54 @@ from rich.console import Console
 
 from stepscope.errors import UsageError
 from stepscope.records import StepRecord
-from stepscope.text import size
+from stepscope.text import printable, size
 
 RUNS = Path(os.environ.get("STEPSCOPE_RUNS", "runs"))
 REDRAW_S = 0.2
 
 
 def stdout() -> Console:
-    return Console(highlight=False, soft_wrap=False)
+    """Shows text as it is: labels and prompts are data, and may look like markup or emoji codes."""
+    return Console(markup=False, emoji=False, highlight=False, soft_wrap=False)
+
+
+def entry(label: str, text: str, indent: int) -> None:
+    """`label    text`: folded with a hanging indent on a terminal, one line for other programs."""
+    out = stdout()
+    line = f"{printable(label):<{indent}} " + " ".join(printable(text).split())
+    if out.is_terminal and out.width > 2 * indent:
+        line = textwrap.fill(
+            line,
+            out.width,
+            subsequent_indent=" " * (indent + 1),
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+    print(line)
 
 
 def print_json(document: Any) -> None:
     print(json.dumps(document, indent=1, allow_nan=False, default=str))
+
+
+def tolerate_any_text() -> None:
+    """What the terminal's encoding lacks is shown as an escape; it never ends a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def leave_stdout() -> None:
+    """What is still to be written is dropped, or Python would fail on it once more at its end."""
+    with contextlib.suppress(OSError, ValueError):  # no real file, as in a test
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def complain(sentence: str) -> None:
+    """The one line that says why a command ended."""
+    clear = "\r\x1b[K" if sys.stderr is not None and sys.stderr.isatty() else ""
+    with contextlib.suppress(OSError):  # nobody can be told
+        print(f"{clear}stepscope: {printable(sentence)}", file=sys.stderr, flush=True)
 
 
 def note(text: str) -> None:
@@ -40,6 +80,11 @@ def wrote(path: Path, next_command: str) -> None:
     )
     note(f"wrote {path} ({size(total)})")
     note(f"next: {next_command}")
+
+
+def shell_word(path: Path) -> str:
+    """As it can be typed: quoted where it has spaces or worse."""
+    return shlex.quote(str(path))
 
 
 def refuse_overwrite(path: Path, force: bool) -> None:
@@ -70,6 +115,13 @@ class StatusLine:
             self.show(text)
         else:
             note(text)
+
+    def measuring(self, what: str, share: float) -> None:
+        """Progress of the ceilings; said once where nothing can be redrawn."""
+        if self._live:
+            self.show(f"measuring {what}")
+        elif share == 0:
+            note("measuring the ceilings of this device (cached afterwards)")
 
     def step(self, row: StepRecord, done: int, total: int) -> None:
         if self._live:

@@ -36,6 +36,7 @@ def report(
     refuse_overwrite(output, force)
     loaded, comparison = load(runs, RUNS)
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
         write(loaded, comparison, output, figure)
     except OSError as error:
         raise StepscopeError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepscope.cli import gates
-from stepscope.cli.output import RUNS, StatusLine, note, print_json, stdout, wrote
+from stepscope.cli.output import RUNS, StatusLine, note, print_json, shell_word, stdout, wrote
 from stepscope.errors import INTERRUPTED, CannotJudge, UsageError
 
 if TYPE_CHECKING:
@@ -178,6 +178,9 @@ def _run_all(
     threads = thread_count(scenario.engine.threads)
     for policy in policies:  # a mistake in the second shows before the first has run
         limits_of(scenario, policy, 1)
+    folders = [slug(policy) for policy in policies]
+    if len(set(folders)) < len(folders):
+        raise UsageError(f"policies {', '.join(policies)} would share a directory; drop one")
     section = scenario.model
     model = load_model(
         section.name, section.dtype, overrides=section.dimensions or None, progress=status.show
@@ -187,10 +190,7 @@ def _run_all(
         status.say(sentence)
     ceilings = None
     if not no_ceilings:
-        status.say("measuring the ceilings of this device (cached afterwards)")
-        ceilings = load_or_measure(
-            model.spec, threads, progress=lambda what, share: status.show(f"measuring {what}")
-        )
+        ceilings = load_or_measure(model.spec, threads, progress=status.measuring)
     decoder = build_decoder(model, scenario.engine.products, scenario.engine.kv_dtype)
     several = len(policies) > 1
     paths: list[Path] = []
@@ -215,6 +215,8 @@ def _run_all(
             paths.append(_run_one(job, watcher, status, execute))
             if watcher.interrupted:
                 break
+    if len(paths) > 1:
+        note(f"next: stepscope compare {' '.join(map(shell_word, paths))}")
     return paths, watcher.interrupted
 
 
@@ -224,7 +226,7 @@ def _run_one(job: Job, watcher: Watcher, status: StatusLine, execute: Any) -> Pa
         path: Path = execute(job, watcher)
     finally:
         status.clear()
-    wrote(path, f"stepscope report {path} -o report.html")
+    wrote(path, f"stepscope report {shell_word(path)} -o report.html")
     return path
 
 
@@ -277,7 +279,7 @@ def _results(paths: list[Path], prompted: bool, json: bool, rules: list[gates.Li
                 out.print()
             elif not prompted:
                 view.samples(out, run.meta)
-            view.show(out, run, analysis, f"stepscope report {path} -o report.html")
+            view.show(out, run, analysis, f"stepscope report {shell_word(path)} -o report.html")
             out.print()
         if comparison is not None:
             view.comparison(out, comparison, None, False)

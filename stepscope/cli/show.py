@@ -30,12 +30,11 @@ def show(
     from stepscope.report import tables
     from stepscope.store import find_run, read_run
 
+    fmt = "json" if json else fmt
+    _check(fmt, steps, step, top)
     path = find_run(run, RUNS)
     recorded = read_run(path)
     analysis = analyze(recorded)
-    fmt = "json" if json else fmt
-    if fmt not in ("text", "json", "csv", "md"):
-        raise UsageError(f"there is no format '{fmt}'; choose text, json, csv or md")
     if steps is None and step is None and top is None:
         if fmt == "text":
             view.samples(stdout(), recorded.meta)
@@ -58,6 +57,17 @@ def show(
         stdout().print(view.steps_table(chosen))
     else:
         print(tables.steps_text(chosen, fmt), end="")
+
+
+def _check(fmt: str, steps: str | None, step: int | None, top: int | None) -> None:
+    if fmt not in ("text", "json", "csv", "md"):
+        raise UsageError(f"there is no format '{fmt}'; choose text, json, csv or md")
+    if step is not None and (steps is not None or top is not None):
+        raise UsageError("--step shows one step; leave out --steps and --top, or --step")
+    if step is not None and step < 0:
+        raise UsageError(f"--step {step}: steps are numbered from 0")
+    if top is not None and top < 1:
+        raise UsageError(f"--top {top} shows nothing; give the number of steps, 1 or more")
 
 
 def _chosen(views: list[Any], span: str | None, step: int | None, top: int | None) -> list[Any]:

@@ -9,8 +9,13 @@ from stepscope.errors import CannotJudge
 
 def check() -> None:
     """Raises CannotJudge where there is nothing to check, or nothing to check with."""
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        raise CannotJudge(
+            f"gpu-check needs torch and {sys.executable} has none; give PYTHON=..., or run `make "
+            "demo` first"
+        ) from None
     if not torch.cuda.is_available():
         raise CannotJudge("gpu-check needs a CUDA device and torch sees none here; nothing was run")
     raise CannotJudge(

@@ -30,7 +30,10 @@ from stepscope.models.catalogue import CatalogueEntry, entry
 CACHE_VARIABLE = "STEPSCOPE_CACHE"
 STAGING_PREFIX = "staging"
 ABANDONED_S = 24 * 3600  # another host's staging directory is taken for dead after a day
-UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+UNWRITABLE = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST),
+    *(errno.ENOENT, errno.EPERM, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+}
 POLL_S = 0.2
 BLOCK_BYTES = 1 << 20
 

@@ -283,11 +283,19 @@ def plan_bytes(plan: dict[str, tuple[Part, ...]], dtype: str) -> int:
 
 def check_memory(label: str, plan: dict[str, tuple[Part, ...]], dtype: str) -> None:
     """StepscopeError, before anything is allocated, if the weights exceed the free memory."""
-    needed, free = plan_bytes(plan, dtype), available_memory()
+    check_free(
+        f"The weights of {label} in {dtype}",
+        plan_bytes(plan, dtype),
+        "choose a smaller model or a smaller dtype",
+    )
+
+
+def check_free(what: str, needed: int, remedy: str) -> None:
+    """StepscopeError if so many bytes are not free. What is unknown is not refused."""
+    free = available_memory()
     if free is not None and needed > free:
         raise StepscopeError(
-            f"The weights of {label} in {dtype} take {size(needed)} and {size(free)} of memory is"
-            " free; choose a smaller model or a smaller dtype."
+            f"{what} take {size(needed)} and {size(free)} of memory is free; {remedy}."
         )
 
 

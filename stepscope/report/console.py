@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stepscope.analyze.model import Analysis, Comparison, Latency, MetricRow, StepView
-from stepscope.records import PHASES, Run, RunMeta
+from stepscope.records import FORWARD, GATHER, PHASES, Run, RunMeta
+from stepscope.report.tables import ABSENT, add, grid, phase_ms
 from stepscope.text import NA, ms, percent, plural, printable, sig, size
 
 LATENCIES = ("ttft", "itl", "tpot")
@@ -30,7 +31,7 @@ def show(console: Console, run: Run, analysis: Analysis, next_command: str) -> N
     _step_lines(console, run, analysis)
     _stalls(console, analysis)
     _remarks(console, run, analysis)
-    console.print(Text(f"next: {next_command}", "dim", no_wrap=True, overflow="ignore"))
+    console.print(Text(f"next: {printable(next_command)}", "dim", no_wrap=True, overflow="ignore"))
 
 
 def _line(console: Console, label: str, text: str, style: str = "") -> None:
@@ -46,10 +47,11 @@ def _line(console: Console, label: str, text: str, style: str = "") -> None:
 def _headline(console: Console, meta: RunMeta, analysis: Analysis) -> None:
     model, device, through = meta.model, meta.device, analysis.throughput
     threads = f" ({plural(device['threads'], 'thread')})" if device.get("threads") else ""
+    name = f"{model['name']} {model['dtype']} on {device.get('kind') or NA}{threads}"
     console.print(
         Text.assemble(
-            (f"{model['name']} {model['dtype']} on {device.get('kind', NA)}{threads}", "bold"),
-            f"   policy {meta.label}   ",
+            (_one_line(name), "bold"),
+            f"   policy {_one_line(meta.label)}   ",
             (meta.stamp, "bold reverse"),
         )
     )
@@ -58,15 +60,19 @@ def _headline(console: Console, meta: RunMeta, analysis: Analysis) -> None:
     if through.idle_ns:
         text += f", {sig(through.idle_ns / 1e9)} s of it idle"
     if not meta.complete:
-        text += "   INCOMPLETE: the run was interrupted"
-    console.print(text)
+        text += "   INCOMPLETE: it did not run to its end"
+    console.print(Text(text))
+
+
+def _one_line(text: str) -> str:
+    return printable(" ".join(text.split()))
 
 
 def _answers(console: Console, analysis: Analysis) -> None:
     for number, answer in enumerate(analysis.answers, 1):
         console.print()
         console.print(Text(f"{number}  {answer.question}", "bold"))
-        for row in textwrap.wrap(answer.sentence, max(30, console.width - 3)):
+        for row in textwrap.wrap(printable(answer.sentence), max(30, console.width - 3)):
             console.print(Text(f"   {row}"))
 
 
@@ -105,7 +111,7 @@ def _latency(console: Console, analysis: Analysis) -> None:
     for name in LATENCIES:
         row = analysis.latency.get(name)
         if row is not None:
-            table.add_row(f"{name} ms", *_percentiles(row), f"{row.n:,}", row.note)
+            add(table, f"{name} ms", *_percentiles(row), f"{row.n:,}", row.note)
     console.print()
     console.print(table)
 
@@ -117,14 +123,8 @@ def _percentiles(row: Latency) -> list[str]:
 def _step_lines(console: Console, run: Run, analysis: Analysis) -> None:
     through, card = analysis.throughput, analysis.card
     console.print()
-    lines = sorted(analysis.budget, key=lambda line: -line.ns)
-    shown = [x for x in lines if x.share >= LEAST_SHARE]
-    parts = [f"{x.label} {percent(x.share)}{'*' if x.estimated else ''}" for x in shown]
-    if len(shown) < len(lines):
-        parts.append(f"rest {percent(sum(x.share for x in lines if x not in shown))}")
-    _line(console, "step", f"{ms(through.mean_step_ns)} ms mean: " + ", ".join(parts))
-    if any(x.estimated for x in shown):
-        _line(console, "", "* estimated from ceilings and twin, not from a clock around it", "dim")
+    if through.mean_step_ns is not None:
+        _budget(console, analysis, through.mean_step_ns)
     if card.bound_ns is not None:
         share = card.bound_ns / through.mean_step_ns if through.mean_step_ns else None
         _line(
@@ -144,21 +144,35 @@ def _step_lines(console: Console, run: Run, analysis: Analysis) -> None:
         _line(console, "what if", what.sentence)
 
 
+def _budget(console: Console, analysis: Analysis, mean_ns: float) -> None:
+    lines = sorted(analysis.budget, key=lambda line: -line.ns)
+    shown = [x for x in lines if x.share >= LEAST_SHARE]
+    parts = [f"{x.label} {percent(x.share)}{'*' if x.estimated else ''}" for x in shown]
+    if len(shown) < len(lines):
+        parts.append(f"rest {percent(sum(x.share for x in lines if x not in shown))}")
+    _line(console, "step", f"{ms(mean_ns)} ms mean: " + ", ".join(parts))
+    if any(x.estimated for x in shown):
+        _line(console, "", "* estimated from ceilings and twin, not from a clock around it", "dim")
+
+
 def _stalls(console: Console, analysis: Analysis) -> None:
     harmful = [s for s in analysis.stalls if s.harmful]
     if not harmful:
         return
     console.print()
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for head in ("stall at step", "excess ms", "cause", "culprit", "waited"):
-        table.add_column(head, justify="left" if head in ("cause", "culprit") else "right")
+    table = grid(
+        ("stall at step", "right"),
+        ("excess ms", "right"),
+        ("cause", "left"),
+        ("culprit", "left"),
+        ("waited", "right"),
+    )
     for stall in harmful[:MOST_STALLS]:
         culprits = ", ".join(f"#{c}" for c in stall.culprits[:3]) or NA
         tokens = f", {plural(stall.prefill_tokens, 'token')}" if stall.prefill_tokens else ""
         waited = plural(len(stall.victims), "request")
-        table.add_row(
-            f"{stall.step:,}", ms(stall.excess_ns), stall.cause + tokens, culprits, waited
-        )
+        cause = stall.cause + tokens
+        add(table, f"{stall.step:,}", ms(stall.excess_ns), cause, culprits, waited)
     console.print(table)
     left = len(harmful) - MOST_STALLS
     if left > 0:
@@ -211,33 +225,31 @@ def samples(console: Console, meta: RunMeta) -> None:
 
 
 def steps_table(views: Iterable[StepView]) -> Table:
-    """One line per step: kind, batch, wall time and its largest phases in ms."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    heads = (
-        "step",
-        "kind",
-        "batch",
-        "context",
-        "ms",
-        "forward",
-        "gather",
-        "sample",
-        "rest",
-        "verdict",
+    """One line per step: kind, tokens, wall time and its largest phases. 80 columns hold it all."""
+    table = grid(
+        ("step", "right"),
+        ("kind", "left"),
+        ("batch", "right"),
+        ("context\ntokens", "right"),
+        ("prompt\ntokens", "right"),
+        ("wall\nms", "right"),
+        ("forward\nms", "right"),
+        ("gather\nms", "right"),
+        ("verdict", "left"),
+        padding=1,
     )
-    for head in heads:
-        table.add_column(head, justify="left" if head in ("kind", "verdict") else "right")
-    named = [PHASES.index(p) for p in ("forward", "gather", "sample")]
+    for column in table.columns:
+        column.no_wrap = True
     for view in views:
-        rest = sum(ns or 0 for i, ns in enumerate(view.phases) if i not in named)
-        table.add_row(
+        add(
+            table,
             str(view.step),
             view.kind,
             str(view.batch),
             f"{view.context_tokens:,}",
+            f"{view.prefill_tokens:,}" if view.kind in ("prefill", "mixed") else ABSENT,
             ms(view.wall_ns),
-            *(ms(view.phases[i]) for i in named),
-            ms(rest),
+            *(phase_ms(view, view.phases[i]) for i in (FORWARD, GATHER)),
             view.verdict.replace("_", "-"),
         )
     return table
@@ -245,12 +257,10 @@ def steps_table(views: Iterable[StepView]) -> Table:
 
 def token_table(run: Run, analysis: Analysis) -> Table:
     """The inside of one sentence: each token with the phases of the step that made it."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
     sample = run.meta.samples[0]
-    heads = ["token", "ms", "host", "gather", "forward", "sample", "detok+emit"]
+    heads = ["ms", "host", "gather", "forward", "sample", "detok+emit"]
     heads += ["logprob"] if sample.logprobs else []  # only where they were asked for
-    for head in heads:
-        table.add_column(head, justify="left" if head == "token" else "right")
+    table = grid(("token", "left"), *((head, "right") for head in heads))
     views = [v for v in analysis.steps if v.output_tokens]
     logprobs = [f"{value:.3f}" for value in sample.logprobs]
     for i, (piece, view) in enumerate(zip(sample.pieces, views, strict=False)):
@@ -258,7 +268,8 @@ def token_table(run: Run, analysis: Analysis) -> Table:
         host = sum(
             ns[p] or 0 for p in ("recv", "schedule", "prepare", "d2h_wait", "commit", "other")
         )
-        table.add_row(
+        add(
+            table,
             repr(piece)[1:-1] or "(held back)",
             ms(view.wall_ns),
             ms(host),
@@ -278,23 +289,27 @@ def comparison(
     verdict = "comparable: yes" if not result.differences else "comparable: no"
     console.print(Text(verdict, style="bold"))
     for difference in result.differences:
-        console.print(Text(f"  {difference}"))
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("metric", no_wrap=True)
-    for label, stamp in zip(result.labels, result.stamps, strict=True):
-        table.add_column(f"{label}\n{stamp}", justify="right")
-    for _ in result.labels[1:]:
-        table.add_column("delta", justify="right")
+        console.print(Text(f"  {printable(difference)}"))
+    table = grid(
+        ("metric", "left"),
+        *(
+            (f"{_one_line(label)}\n{stamp}", "right")
+            for label, stamp in zip(result.labels, result.stamps, strict=True)
+        ),
+        *(("delta", "right") for _ in result.labels[1:]),
+    )
+    table.columns[0].no_wrap = True
     for row in result.rows:
         if (not metrics or row.metric in metrics) and not (changed and not _moved(row)):
-            table.add_row(
-                f"{row.metric} {row.unit}".strip(),
+            add(
+                table,
+                row.metric,  # carries its unit
                 *(sig(v) for v in row.values),
                 *(NA if d is None else f"{d * 100:+.1f} %" for d in row.deltas[1:]),
             )
     console.print(table)
     for note in result.notes:
-        console.print(Text(note, style="dim"))
+        console.print(Text(printable(note), style="dim"))
 
 
 def _moved(row: MetricRow) -> bool:

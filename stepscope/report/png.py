@@ -93,7 +93,7 @@ def _numbers(analysis: Analysis) -> str:
     return "      ".join([*parts, f"MBU {percent(through.mbu)}", f"MFU {percent(through.mfu)}"])
 
 
-COMPARED = ("p99_ttft", "p99_itl", "output_tokens_per_s")
+COMPARED = ("p99_ttft_ms", "p99_itl_ms", "max_itl_ms", "output_tokens_per_s")
 
 
 def _compared(comparison: Comparison | None) -> str:
@@ -102,7 +102,7 @@ def _compared(comparison: Comparison | None) -> str:
         return ""
     mine = [i for i, s in enumerate(comparison.stamps) if s == comparison.stamps[0]][:5]
     return "\n".join(
-        f"{row.metric} {row.unit}:   "
+        f"{row.metric}:   "
         + "   ".join(f"{_plain(comparison.labels[i], 22)} {sig(row.values[i])}" for i in mine)
         for row in comparison.rows
         if row.metric in COMPARED

@@ -61,7 +61,7 @@ def masthead(run: Run) -> str:
     facts = [f"<span>{esc(f)}</span>" for f in facts]
     command = f"<code>{esc(' '.join(meta.command))}</code>" if meta.command else ""
     return (
-        f'<header class="run-head"><h1>{esc(meta.label)}</h1>'
+        f'<header class="run-head"><h1>{esc(meta.scenario)}: {esc(meta.label)}</h1>'
         f'<span class="stamp {esc(meta.stamp.lower())}">{esc(meta.stamp)}</span>{badge}'
         f'<p class="facts">{"".join(facts)}</p>'
         f'<p class="facts dim"><span>{esc(meta.run_id)}</span><span>{esc(meta.created_utc)}</span>'
@@ -293,7 +293,7 @@ def samples(run: Run) -> str:
         return ""
     items = "".join(
         f'<article class="sample"><p class="dim">request {s.request}</p>'
-        f'<pre><span class="prompt">{esc(s.prompt)}</span>{esc(s.text)}</pre></article>'
+        f'<pre><span class="prompt">{esc(s.prompt)}</span>\n{esc(s.text.strip())}</pre></article>'
         for s in shown
     )
     return f'<section><h2>What was generated</h2><div class="two">{items}</div></section>'

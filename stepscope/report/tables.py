@@ -9,10 +9,30 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from stepscope.analyze.model import StepView
 from stepscope.records import PHASES, RequestRecord, Run
-from stepscope.text import NA, ms, percent, size
+from stepscope.text import NA, ms, percent, printable, size
+
+ABSENT = "-"  # what a row of this kind does not have, as opposed to what was not observed
+
+
+def grid(*columns: tuple[str, str], padding: int = 2) -> Table:
+    """An empty table of (head, "left" or "right") columns."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, padding, 0, 0))
+    for head, justify in columns:
+        table.add_column(plain(head), justify="left" if justify == "left" else "right")
+    return table
+
+
+def plain(text: str) -> Text:
+    """Exactly these characters: never markup, never a control sequence."""
+    return Text(printable(text))
+
+
+def add(table: Table, *cells: str) -> None:
+    table.add_row(*map(plain, cells))
 
 
 def step_dict(view: StepView) -> dict[str, Any]:
@@ -33,27 +53,30 @@ def requests_csv(run: Run) -> str:
 
 def step_table(view: StepView) -> Table:
     """One step, a line per phase in the order in which they ran."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column(f"step {view.step}, {view.kind}")
-    table.add_column("ms", justify="right")
-    table.add_column("share", justify="right")
+    table = grid((f"step {view.step}, {view.kind}", "left"), ("ms", "right"), ("share", "right"))
     for name, ns in zip(PHASES, view.phases, strict=True):
         share = None if ns is None or not view.wall_ns else ns / view.wall_ns
-        table.add_row(name, ms(ns), percent(share))
-    table.add_row("wall", ms(view.wall_ns), "100 %")
+        absent = phase_ms(view, ns) == ABSENT
+        add(table, name, phase_ms(view, ns), ABSENT if absent else percent(share))
+    add(table, "wall", ms(view.wall_ns), "100 %")
     for label, value in (
         ("batch", str(view.batch)),
         ("context tokens", f"{view.context_tokens:,}"),
         ("prefill tokens", f"{view.prefill_tokens:,}"),
         ("weights read", size(view.weight_bytes)),
         ("KV read", size(view.kv_bytes)),
-        ("floor (measured ceilings)", f"{ms(view.floor_ns)} ms"),
-        ("dispatch (twin)", f"{ms(view.twin_ns)} ms"),
+        ("floor ms (measured ceilings)", ms(view.floor_ns)),
+        ("dispatch ms (twin)", ms(view.twin_ns)),
         ("MBU", percent(view.mbu)),
         ("verdict", view.verdict.replace("_", "-")),
     ):
-        table.add_row(label, value, "")
+        add(table, label, value, "")
     return table
+
+
+def phase_ms(view: StepView, ns: int | None) -> str:
+    """A phase in ms; an idle row has only the phases in which something was waited for."""
+    return ABSENT if view.kind == "idle" and not ns else ms(ns)
 
 
 def _csv(rows: Sequence[dict[str, Any]], names: Sequence[str] = ()) -> str:

@@ -31,6 +31,7 @@ from stepscope.models.decoder import Decoder
 from stepscope.models.linear import choose_products
 from stepscope.models.load import LoadedModel
 from stepscope.models.packed import is_quantized
+from stepscope.models.tensors import check_free
 from stepscope.models.tokenizer import TextTokenizer
 from stepscope.records import RunMeta, Sample, StepRecord
 from stepscope.runner.probe import decode_plan, prefill_plan, steps
@@ -163,6 +164,8 @@ class _Session:
         load = self.load.sample()
         noise = noise_event(self.last_load, load, self.cores)
         self.last_load, self.flushed_ns = load, now
+        # Open parts are written as far as they go: a killed run must not lose its tokens.
+        self.recorder.end_all()
         rows, parts, events = self.recorder.drain()
         events += self.gc.take() + ([noise] if noise else [])
         self.writer.append(rows, parts, events)
@@ -177,6 +180,11 @@ def execute(job: Job, watcher: Watcher) -> Path:
     page_size = scenario.engine.page_size
     pages = scenario.engine.total_pages(spec.kv_bytes_per_token)
     pool = PagePool(pages, page_size)
+    check_free(
+        f"{pages:,} KV pages of {page_size} tokens",
+        spec.kv_bytes_per_token * pages * page_size,
+        "lower engine.kv_tokens",
+    )
     runner = TorchRunner(job.decoder, pages, page_size)
     watcher.on_phase("measuring the dispatch floor")
     ceilings = _with_twin(job, limits.max_seqs, page_size)

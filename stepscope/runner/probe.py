@@ -18,7 +18,7 @@ def decode_plan(batch: int, context: int, page_size: int) -> StepPlan:
     plan = StepPlan(running=batch)
     for i in range(batch):
         record = RequestRecord(id=i, arrival_ns=0, prompt_tokens=context - 1)
-        request = Request(record, [1] * context, Sampling(), computed=context - 1)
+        request = Request(record, [0] * context, Sampling(), computed=context - 1)
         request.pages = array("q", range(i * pages, (i + 1) * pages))
         plan.decodes.append(Slice(request, context - 1, 1, "decode", samples=True))
     return plan
@@ -27,7 +27,7 @@ def decode_plan(batch: int, context: int, page_size: int) -> StepPlan:
 def prefill_plan(tokens: int, page_size: int) -> StepPlan:
     """One whole prompt of so many tokens."""
     request = Request(
-        RequestRecord(id=0, arrival_ns=0, prompt_tokens=tokens), [1] * tokens, Sampling()
+        RequestRecord(id=0, arrival_ns=0, prompt_tokens=tokens), [0] * tokens, Sampling()
     )
     request.pages = array("q", range(-(-tokens // page_size)))
     return StepPlan(prefills=[Slice(request, 0, tokens, "prefill", samples=True)], running=1)

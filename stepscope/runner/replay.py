@@ -10,6 +10,7 @@ from functools import cache
 from importlib.resources import files
 
 from stepscope.engine.request import Request, Sampling
+from stepscope.errors import StepscopeError
 from stepscope.models.tokenizer import Detokenizer, TextTokenizer
 from stepscope.records import RequestRecord
 from stepscope.scenario import RequestSpec
@@ -92,9 +93,16 @@ class Replay:
                 "give prompt_tokens in place of a prompt"
             )
             return []
-        if spec.chat:
-            return self._tokenizer.chat(spec.prompt)
-        return self._tokenizer.encode(spec.prompt)
+        try:
+            return (
+                self._tokenizer.chat(spec.prompt)
+                if spec.chat
+                else self._tokenizer.encode(spec.prompt)
+            )
+        except StepscopeError as error:  # this request fails; the others do not
+            hint = "; set workload.chat=false" if spec.chat else ""
+            record.error = f"request {spec.id}: {str(error).rstrip('.')}{hint}"
+            return []
 
     def _synthetic(self, spec: RequestSpec) -> list[int]:
         """Exactly so many tokens, the shared ones first."""

@@ -20,13 +20,16 @@ CONTEXTS = (64, 512, 2048)
 
 
 def twin_spec(spec: ModelSpec) -> ModelSpec:
-    """Same layers, heads and operations; widths so small that their work is not measurable.
+    """Same layers and operations; every width so small that its work is not measurable.
 
+    One head as well: the scores of many heads over a long context would be work of their own.
     int4 comes in groups of 32 inputs and int8 in 16s: less, and another product would run.
     """
     width = 32 if spec.dtype in INT4_GROUPS else 16
     head_dim = width if spec.dtype in QUANTIZED else 8
-    return spec.resized(hidden=width, head_dim=head_dim, intermediate=width, vocab=64)
+    return spec.resized(
+        hidden=width, heads=1, kv_heads=1, head_dim=head_dim, intermediate=width, vocab=64
+    )
 
 
 def twin_batches(most: int) -> list[int]:

@@ -54,11 +54,16 @@ class Opened:
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    # Where the page must be tested, a missing browser is a failure, not a skip.
+    absent = pytest.fail if os.environ.get("STEPSCOPE_REQUIRE_BROWSER") else pytest.skip
+    try:
+        from playwright import sync_api
+    except ImportError:
+        absent("playwright is not installed")
     installed = filter(None, map(shutil.which, NAMES))
     found = os.environ.get("STEPSCOPE_CHROMIUM") or next(installed, None)
     if found is None:
-        pytest.skip("no Chromium: install it or set STEPSCOPE_CHROMIUM to its path")
+        absent("no Chromium: install it or set STEPSCOPE_CHROMIUM to its path")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found, args=ARGS)
         yield browser

@@ -215,7 +215,7 @@ def test_runs_are_switched_and_stamps_do_not_share_a_plot(show: Show) -> None:
     assert "first" in drawn and "second" in drawn and "model" not in drawn.split()
     opened.page.click("button[data-show='2']")
     opened.until("VIEWS[2] !== undefined")
-    assert opened.page.locator("main:not([hidden]) h1").inner_text() == "model"
+    assert opened.page.locator("main:not([hidden]) h1").inner_text().endswith(": model")
     assert opened.page.locator("main:not([hidden]) .stamp").inner_text() == "MODELLED"
     assert opened.page.locator("#comparison table").count() == 2
     opened.assert_clean()

@@ -186,6 +186,9 @@ def test_a_killed_run_is_readable(tmp_path: Path, tiny: Path) -> None:
     assert not run.meta.complete
     assert len(run.steps) > 20
     assert len(run.requests) == 4
+    told = sum(r.output_tokens for r in run.requests)
+    parts = sum(p.output_tokens for p in run.parts)
+    assert 20 < told <= parts  # parts are written before requests in each flush
 
 
 def test_a_damaged_run_is_refused_with_a_sentence(
@@ -208,3 +211,43 @@ def test_no_run_at_all(stepscope: Call) -> None:
 def test_a_cuda_device_is_refused(stepscope: Call, tiny: Path) -> None:
     refused(stepscope("run", tiny, "--device", "cuda"), "CUDA", code=4)
     refused(stepscope("run", tiny, "--device", "tpu"), "tpu")
+
+
+def test_a_cache_that_does_not_fit_in_memory(stepscope: Call, tiny: Path) -> None:
+    result = stepscope(
+        "run", tiny, "--no-ceilings", "--set", "engine.kv_tokens=1000000000",
+        "--set", "model.layers=40",
+    )  # fmt: skip
+    refused(result, "memory", "kv_tokens", code=1)
+    assert not Path("runs").exists()
+
+
+def test_policies_that_would_share_a_directory(stepscope: Call, tiny: Path) -> None:
+    policies = ["--policy", "chunked,chunk=64", "--policy", "chunked,  chunk=64"]
+    refused(stepscope("run", tiny, "--no-ceilings", *policies), "share a directory")
+
+
+def test_a_misspelt_gate_costs_no_run(stepscope: Call, tiny: Path) -> None:
+    refused(stepscope("run", tiny, "--fail-on", "p99_itl>1"), "p99_itl_ms")
+    assert not Path("runs").exists()
+
+
+def test_a_prompt_for_a_model_without_a_chat_template_fails_alone() -> None:
+    from stepscope.errors import UsageError
+    from stepscope.runner.replay import Replay
+    from stepscope.workload import RequestSpec
+
+    class NoTemplate:
+        def encode(self, text: str) -> list[int]:
+            return [1, 2, 3]
+
+        def chat(self, text: str) -> list[int]:
+            raise UsageError("This model has no chat template; send the prompt as raw text.")
+
+    specs = [
+        RequestSpec(0, 0, "hello", None, 4, chat=True),
+        RequestSpec(1, 0, "hello", None, 4, chat=False),
+    ]
+    first, second = Replay(specs, NoTemplate(), 10).poll(0)  # type: ignore[arg-type]
+    assert "workload.chat=false" in (first.record.error or "")
+    assert second.record.error is None and second.tokens == [1, 2, 3]

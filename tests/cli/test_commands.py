@@ -215,3 +215,8 @@ def test_gpu_check_without_a_gpu_says_so_and_exits_with_4() -> None:
     )
     assert ended.returncode == 4
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_the_gate_of_the_readme_names_a_metric_that_exists(stepscope: Call, ran: Path) -> None:
+    assert stepscope("compare", ran, ran, "--fail-on", "p99_itl_ms:+5%").code == 0
+    assert stepscope("compare", ran, ran, "--metric", "max_itl_ms").out.count("max_itl_ms") == 1

@@ -24,7 +24,7 @@ def row(comparison: Comparison, metric: str) -> MetricRow:
 
 def test_values_deltas_and_n() -> None:
     found = compared(make_run(), make_run(phases={"forward": 64_800_000}))
-    itl = row(found, "p50_itl")
+    itl = row(found, "p50_itl_ms")
     assert itl.values == (33.8, 67.6)
     assert itl.deltas == (0.0, pytest.approx(1.0))
     assert itl.n == (240, 240) and itl.unit == "ms" and itl.better == "lower"
@@ -37,12 +37,12 @@ def test_stalls_have_no_relative_difference_from_zero() -> None:
     found = compared(make_run(), make_run(prefills=[Prefill(10, 1400)]))
     assert row(found, "stalls").values == (0.0, 1.0)
     assert row(found, "stalls").deltas == (0.0, None)
-    assert row(found, "stall_total").values[1] == pytest.approx(211.3)
+    assert row(found, "stall_total_ms").values[1] == pytest.approx(211.3)
 
 
 def test_missing_is_none() -> None:
     found = compared(make_run(), make_run(0, 0))
-    for metric in ("p50_ttft", "goodput", "mean_step", "stalls"):
+    for metric in ("p50_ttft_ms", "goodput_per_s", "mean_step_ms", "stalls"):
         assert row(found, metric).values[1] is None
         assert row(found, metric).deltas[1] is None
 

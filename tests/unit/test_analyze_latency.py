@@ -154,3 +154,9 @@ def test_throughput_counts_idle_time() -> None:
     assert found.output_tokens == 4 * 31
     assert found.output_tokens_per_s == pytest.approx(found.output_tokens / found.wall_ns * 1e9)
     assert found.mean_step_ns == 33.8 * MS
+
+
+def test_one_long_gap_misses_an_itl_slo_however_many_short_ones_there_are() -> None:
+    run = make_run(decode_steps=300, batch=1, prefills=[Prefill(100, 1400)], slo={"itl_ms": 100})
+    assert analyze(run).goodput.attained == 1  # the prefill's own request, which had no gap
+    assert analyze(make_run(decode_steps=300, batch=1, slo={"itl_ms": 100})).goodput.attained == 1

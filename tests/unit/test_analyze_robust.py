@@ -116,7 +116,7 @@ def test_interrupted() -> None:
     assert analysis.finish_reasons == {"unfinished": 4}
     assert analysis.latency["e2e"].n == 0
     assert analysis.latency["ttft"].n == 4
-    assert any("interrupted" in note for note in analysis.notes)
+    assert any("did not go to its end" in note for note in analysis.notes)
 
 
 def test_a_run_without_a_model_is_refused_in_one_sentence() -> None:
@@ -147,7 +147,7 @@ def test_ranks_are_not_pooled() -> None:
 
 
 def test_time_grows_linearly_with_steps() -> None:
-    """Ten times the steps may not take more than some twenty times the time."""
+    """Ten times the steps take about ten times the time, and surely not forty times."""
 
     def seconds(steps: int) -> float:
         run = make_run(steps, prefills=[Prefill(i, 50, mixed=True) for i in range(0, steps, 3)])
@@ -155,4 +155,5 @@ def test_time_grows_linearly_with_steps() -> None:
         analyze(run)
         return time.process_time() - begin
 
-    assert seconds(6000) < 20 * max(seconds(600) for _ in range(3))
+    # Quadratic time would be a hundredfold. The best of each, since a disturbance only adds.
+    assert min(seconds(6000) for _ in range(2)) < 40 * min(seconds(600) for _ in range(3))

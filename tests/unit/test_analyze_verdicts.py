@@ -260,3 +260,18 @@ def test_short_prefills_that_cost_little_are_called_a_little() -> None:
     assert analyze(short).answers[2].sentence.startswith("A little: request")
     long = make_run(decode_steps=100, prefills=[Prefill(50, 40, mixed=True, forward_ns=140 * MS)])
     assert analyze(long).answers[2].sentence.startswith("Yes: request")
+
+
+def test_a_run_that_is_chunked_is_not_told_to_chunk() -> None:
+    long = Prefill(20, 1400, mixed=True, chunks=4, forward_ns=200 * MS)
+
+    def advice(policy: str) -> str:
+        run = make_run(decode_steps=60, prefills=[long])
+        run.meta.policy = policy
+        found = analyze(run).verdict
+        assert found.name == "prefill_stall_bound"
+        return found.advice + found.falsify
+
+    assert "chunk=256" in advice("prefill-first")
+    assert "chunk=175" in advice("chunked,chunk=350")
+    assert "chunk=256" not in advice("chunked,chunk=350")

@@ -18,7 +18,7 @@ ROOT = Path(stepscope.__file__).parent
 BASE = {"errors", "text", "stats"}
 RECORDS = BASE | {"records"}
 SPEC = RECORDS | {"spec"}
-FILES = SPEC | {"store", "tables", "scenario", "sections", "values", "workload"}
+FILES = SPEC | {"checks", "store", "tables", "scenario", "sections", "values", "workload"}
 ENGINE = FILES | {"engine", "device"}
 RUNNER = ENGINE | {"models", "runner"}
 ANALYZE = SPEC | {"analyze"}
@@ -26,7 +26,9 @@ ALLOWED = {
     **dict.fromkeys(BASE, BASE),
     "records": RECORDS,
     "spec": SPEC,
-    **dict.fromkeys(("store", "tables", "scenario", "sections", "values", "workload"), FILES),
+    **dict.fromkeys(
+        ("checks", "store", "tables", "scenario", "sections", "values", "workload"), FILES
+    ),
     "engine": FILES | {"engine"},
     "device": FILES | {"device"},
     "models": ENGINE | {"models"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,21 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError, UsageError
-from stepscope.models import gguf_model
+from stepscope.models import gguf_file, gguf_model
 from stepscope.models.gguf_file import read_gguf
 from stepscope.models.load import load_model
 from tests import tiny_llama as tiny
+
+BPE: dict[str, Any] = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": ["a", "b", "ab"],
+    "tokenizer.ggml.merges": ["a b"],
+}
 
 
 @pytest.fixture
@@ -157,9 +167,117 @@ def test_damaged_header_is_named(tmp_path: Path) -> None:
     path = whole_file(tmp_path)
     raw = path.read_bytes()
     key = raw.index(b"llama.block_count")
-    for at, what in ((key, "not UTF-8"), (key + len("llama.block_count"), "value type 255")):
+    for at, what in (
+        (key, "'utf-8' codec"),
+        (key + len("llama.block_count"), "255 is not a valid"),
+    ):
         path.write_bytes(raw[:at] + b"\xff" + raw[at + 1 :])
         assert what in load_error(path) and "damaged" in load_error(path)
+
+
+HUGE = 2**62
+ENDLESS = struct.pack("<Q", HUGE)  # the length of a text
+U8, U32, F32, STRING, ARRAY = 0, 4, 0, 8, 9
+Q8_0, UNKNOWN_TYPE = 8, 99
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def container(keys: list[bytes], tensors: list[bytes], more: tuple[int, int] = (0, 0)) -> bytes:
+    """A GGUF file with 256 bytes of data that promises `more` tensors and keys than it has."""
+    counts = (len(tensors) + more[0], len(keys) + more[1])
+    head = b"GGUF" + struct.pack("<IQQ", 3, *counts) + b"".join([*keys, *tensors])
+    return head + bytes(-len(head) % 32 + 256)
+
+
+def pair(name: bytes, kind: int, value: bytes) -> bytes:
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def listed(kind: int, count: int, values: bytes = b"") -> bytes:
+    return pair(b"list", ARRAY, struct.pack("<IQ", kind, count) + values)
+
+
+def info(dims: list[int], kind: int = F32, offset: int = 0, num_dims: int | None = None) -> bytes:
+    count = len(dims) if num_dims is None else num_dims
+    layout = struct.pack(f"<I{len(dims)}QIQ", count, *dims, kind, offset)
+    return text(b"w") + layout
+
+
+NESTED = struct.pack("<IQ", ARRAY, 1) * 5000
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "many keys": (container([], [], (0, HUGE)), "Duplicate|truncated"),
+    "many tensors": (container([], [], (HUGE, 0)), "truncated"),
+    "long key": (container([ENDLESS], []), "truncated"),
+    "longest key": (container([b"\xff" * 8], []), "truncated"),
+    "long value": (container([pair(b"k", STRING, ENDLESS)], []), "truncated"),
+    "long list of bytes": (container([listed(U8, HUGE)], []), "truncated"),
+    "long list of texts": (container([listed(STRING, HUGE)], []), "truncated"),
+    "long text in a list": (container([listed(STRING, 1, ENDLESS)], []), "truncated"),
+    "lists in lists": (container([listed(ARRAY, 1, NESTED)], []), "array of arrays"),
+    "long name": (container([], [ENDLESS]), "truncated"),
+    "many dimensions": (container([], [info([1], num_dims=2**32 - 1)]), "truncated"),
+    "no dimensions": (container([], [info([])]), "no dimensions"),
+    "dimensions that wrap around": (container([], [info([2**32, 2**32])]), "damaged"),
+    "a large tensor": (container([], [info([HUGE])]), "truncated"),
+    "an offset past the end": (container([], [info([1], offset=HUGE)]), "truncated"),
+    "an offset that wraps around": (container([], [info([1], offset=2**64 - 64)]), "damaged"),
+    "data past the end": (container([], [info([8, 8], offset=4)]), "truncated"),
+    "an unknown type": (container([], [info([32], UNKNOWN_TYPE)]), "99"),
+    "part of a block": (container([], [info([33, 1], Q8_0)]), "block size"),
+    "a tensor twice": (container([], [info([1]), info([1])]), "duplicated tensor"),
+    "no alignment": (container([pair(b"general.alignment", U32, bytes(4))], []), "alignment|zero"),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_headers_are_refused(tmp_path: Path, name: str) -> None:
+    content, words = HOSTILE[name]
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(content)
+    with pytest.raises(StepscopeError, match=words) as caught:
+        read_gguf(path)
+    assert re.fullmatch(rf"{path} is .*; download or convert it again\.", str(caught.value))
+
+
+def test_the_container_of_these_tests_is_sound(tmp_path: Path) -> None:
+    """Otherwise the hostile ones could be refused for another reason."""
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(container([listed(U8, 2, b"\1\2")], [info([8, 4], offset=32)]))
+    file = read_gguf(path)
+    assert file.metadata["list"] == [1, 2] and file.tensors["w"].shape == (4, 8)
+
+
+def test_a_header_of_too_many_values_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(container([listed(U8, 2000, bytes(2000))], []))
+    assert len(read_gguf(path).metadata["list"]) == 2000
+    monkeypatch.setattr(gguf_file, "MOST_READS", 1000)
+    with pytest.raises(StepscopeError, match="more than 1,000 values"):
+        read_gguf(path)
+
+
+@pytest.mark.filterwarnings("error")
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_changed_byte_is_borne_or_named(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("changed")
+    path = whole_file(folder)
+    raw = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, min(e.begin for e in read_gguf(path).tensors.values()) - 1))
+    raw[at] = data.draw(st.integers(0, 255))
+    path.write_bytes(raw)
+    try:
+        load_model(str(path), "fp32")
+    except StepscopeError as error:
+        assert str(error).endswith(".") and "\n" not in str(error)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +343,13 @@ def test_window_of_a_mistral_and_older_scaling(tmp_path: Path) -> None:
         ({"llama.rope.freq_base": 0.0}, "no frequencies"),
         ({"llama.rope.freq_base": float("nan")}, "no frequencies"),
         ({"llama.attention.head_count_kv": 3}, "4 heads on 3 kv_heads"),
+        ({"llama.block_count": 2**32 - 1}, "at most 10,000"),
+        (BPE | {"tokenizer.ggml.tokens": [1, 2]}, "tokens that are not text"),
+        (BPE | {"tokenizer.ggml.tokens": "a"}, "is a str where a list"),
+        (BPE | {"tokenizer.ggml.token_type": 3}, "is a int where a list"),
+        (BPE | {"tokenizer.ggml.bos_token_id": "1"}, "is a str where a int"),
+        (BPE | {"tokenizer.ggml.eos_token_id": [2]}, "is a list where a int"),
+        (BPE | {"tokenizer.ggml.unknown_token_id": 0.5}, "is a float where a int"),
     ],
 )
 def test_metadata_that_makes_no_model(tmp_path: Path, metadata: dict[str, Any], words: str) -> None:

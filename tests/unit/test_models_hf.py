@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 
 from stepscope.errors import StepscopeError, UsageError
+from stepscope.models import hf_tokenizer
 from stepscope.models.hf_config import TRAITS, spec_from_config
 from stepscope.models.load import load_model
 from stepscope.models.rope import inverse_frequencies
@@ -205,6 +209,62 @@ def test_bad_config(tmp_path: Path, content: str) -> None:
     path = tiny.write_hf(tmp_path / "a", tiny.hf_weights())
     (path / "config.json").write_text(content)
     assert "config.json" in load_error(path) or "model_type" in load_error(path)
+
+
+def tokenizer_json(**changes: Any) -> str:
+    """A valid tokenizer.json, as `tokenizers` writes it, with some of its parts replaced."""
+    backend = Tokenizer(BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    backend.decoder = decoders.ByteLevel()
+    return json.dumps({**json.loads(backend.to_str()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("version", "9.0"),
+        ("model", {"vocab": 3}),
+        ("model", {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "q\n"]]}),
+        ("model", {"type": "Unigram", "unk_id": 9, "vocab": [["a", 0.0]]}),
+        ("added_tokens", [{"id": 1}]),
+        ("decoder", {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, 3]}),
+    ],
+)
+def test_tokenizers_that_the_library_rejects(tmp_path: Path, part: str, value: Any) -> None:
+    path = tiny.write_hf(tmp_path / "a", tiny.hf_weights())
+    (path / "tokenizer.json").write_text(tokenizer_json())
+    assert load_model(str(path), "fp32").tokenizer is not None
+    (path / "tokenizer.json").write_text(tokenizer_json(**{part: value}))
+    assert "tokenizer.json is no tokenizer that can be read" in load_error(path)
+
+
+def test_errors_that_are_not_of_the_file_are_not_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        @staticmethod
+        def from_str(_: str) -> None:
+            raise RuntimeError("a defect")
+
+    path = tiny.write_hf(tmp_path / "a", tiny.hf_weights())
+    (path / "tokenizer.json").write_text(tokenizer_json())
+    monkeypatch.setattr(hf_tokenizer, "Tokenizer", Broken)
+    with pytest.raises(RuntimeError, match="a defect"):
+        load_model(str(path), "fp32")
+
+
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id"])
+@pytest.mark.parametrize("value", ["1", -1, 2**32, True, ["1"]])
+def test_special_tokens_that_are_no_ids(tmp_path: Path, key: str, value: Any) -> None:
+    path = tiny.write_hf(tmp_path / "a", tiny.hf_weights(), **{key: value})
+    (path / "tokenizer.json").write_text(tokenizer_json())
+    assert f"as {key} where a token id belongs" in load_error(path)
+
+
+def test_a_bos_token_that_no_vocabulary_can_hold(tmp_path: Path) -> None:
+    path = tiny.write_hf(tmp_path / "a", tiny.hf_weights())
+    (path / "tokenizer.json").write_text(tokenizer_json())
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "\ud800"}))
+    assert load_model(str(path), "fp32").spec.bos_id == tiny.CONFIG["bos_token_id"]
 
 
 def test_directories_without_the_files(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import signal
 import subprocess
@@ -17,42 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError, UsageError
-from stepscope.records import Event, Part, RequestRecord, RunMeta, Sample, StepRecord
+from stepscope.records import Event, Part, RequestRecord
 from stepscope.store import RunWriter, find_run, list_runs, new_run_id, read_run
-from stepscope.tables import EVENTS, STEPS, read_rows
+from stepscope.tables import EVENTS, LARGEST, STEPS, read_rows
+from tests.run_files import a_meta, a_run, a_step, set_cell
 
-
-def a_meta(run_id: str = "20260101T000000Z-quick-fcfs-aa", **changes: Any) -> RunMeta:
-    meta = RunMeta(
-        run_id=run_id,
-        label="fcfs",
-        stamp="MEASURED",
-        created_utc="2026-01-01T00:00:00Z",
-        scenario="quick",
-        policy="fcfs",
-        model={"name": "m"},
-        device={"kind": "cpu"},
-        engine={"page_size": 16},
-        samples=[Sample(0, "hi", "there", [1, 2], ["the", "re"])],
-    )
-    for name, value in changes.items():
-        setattr(meta, name, value)
-    return meta
-
-
-def a_step(i: int) -> StepRecord:
-    return StepRecord(i, "decode", i * 10, i * 10 + 10, forward_ns=9, other_ns=1, graph="eager")
-
-
-def a_run(directory: Path, steps: int = 3, **changes: Any) -> Path:
-    with RunWriter.create(directory, a_meta(**changes)) as writer:
-        writer.append(
-            [a_step(i) for i in range(steps)],
-            [Part(0, "prefill", 0, 0, 8, 1)],
-            [Event(1, 2, "gc", None, "generation 2")],
-        )
-        writer.requests([RequestRecord(0, 0, 8, client="a,b", finish_reason="eos")])
-    return directory
+INT64 = st.integers(-LARGEST, LARGEST)
 
 
 def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -78,9 +47,9 @@ def test_nasty_text_survives_in_a_run(tmp_path: Path, text: str) -> None:
     assert (run.requests[0].client, run.requests[0].error) == (text, text)
 
 
-@given(st.lists(st.tuples(st.integers(), st.none() | st.integers(), st.text())))
+@given(st.lists(st.tuples(INT64, st.none() | INT64, st.text())))
 def test_any_event_round_trips(items: list[tuple[int, int | None, str]]) -> None:
-    events = [Event(i, i + 1, "k", request, detail) for i, request, detail in items]
+    events = [Event(i, i, "k", request, detail) for i, request, detail in items]
     assert read_rows(EVENTS.header + EVENTS.lines(events), EVENTS, "f") == (events, False)
 
 
@@ -104,8 +73,8 @@ def test_a_torn_line_is_left_out_with_a_note(tmp_path: Path) -> None:
 
 def test_a_killed_writer_leaves_a_readable_run(tmp_path: Path) -> None:
     script = f"""
-import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_store import *
+import os, signal, sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.run_files import *
 writer = RunWriter.create(Path({str(tmp_path / "r")!r}), a_meta())
 writer.append([a_step(i) for i in range(50)])
 os.kill(os.getpid(), signal.SIGKILL)
@@ -127,18 +96,12 @@ def test_a_long_unclosed_quote_is_damage_not_a_torn_line(tmp_path: Path) -> None
         read_run(tmp_path / "r")
 
 
-def _set_cell(file: Path, line: int, column: str, text: str) -> None:
-    rows = [row.split(",") for row in file.read_text().splitlines()]
-    rows[line - 1][rows[0].index(column)] = text
-    file.write_text("".join(",".join(row) + "\n" for row in rows))
-
-
 @pytest.mark.parametrize(
     ("column", "text"),
     [("begin_ns", "x"), ("begin_ns", ""), ("end_ns", "1.5"), ("forward_ns", "nan"), ("kind", "z")],
 )
 def test_a_bad_cell_is_named(tmp_path: Path, column: str, text: str) -> None:
-    _set_cell(a_run(tmp_path / "r", steps=6000) / "steps.csv", 5001, column, text)
+    set_cell(a_run(tmp_path / "r", steps=6000) / "steps.csv", 5001, column, text)
     with pytest.raises(UsageError, match=rf"steps\.csv line 5001, column {column}: '{text}'"):
         read_run(tmp_path / "r")
 
@@ -165,26 +128,6 @@ def test_a_missing_column_is_none_if_it_may_be_and_a_sentence_if_not() -> None:
 def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     (a_run(tmp_path / "r") / name).unlink()
     with pytest.raises(UsageError, match=rf"{name} is missing"):
-        read_run(tmp_path / "r")
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"schema_version": 0}, "has schema version 0 and this stepscope reads"),
-        ({"schema_version": 99}, "has schema version 99"),
-        ({"schema_version": None}, "has no schema_version"),
-        ({"model": 3}, "model is not a dict"),
-        ({"samples": [3]}, "is damaged"),
-        ({"policy": None}, "policy is not a str"),
-    ],
-)
-def test_a_run_json_that_cannot_be_used_is_refused(
-    tmp_path: Path, change: dict[str, Any], sentence: str
-) -> None:
-    file = a_run(tmp_path / "r") / "run.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    with pytest.raises(UsageError, match=sentence):
         read_run(tmp_path / "r")
 
 
@@ -231,6 +174,34 @@ def test_create_refuses_a_file(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("x")
     with pytest.raises(UsageError, match="is a file"):
         RunWriter.create(tmp_path / "f", a_meta(), force=True)
+
+
+def _refuse(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("at", ["os.replace", "io.FileIO"])
+def test_a_run_that_cannot_be_begun_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(at, _refuse)
+    for directory in (tmp_path / "a" / "b" / "r", tmp_path / "empty"):
+        with pytest.raises(StepscopeError, match="No space left on device"):
+            RunWriter.create(directory, a_meta())
+    assert [p.name for p in tmp_path.rglob("*")] == ["empty"]
+
+
+def test_a_replaced_run_that_cannot_be_begun_leaves_what_is_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (a_run(tmp_path / "r") / "notes.txt").write_text("mine")
+    monkeypatch.setattr(io, "FileIO", _refuse)
+    with pytest.raises(StepscopeError, match="No space left on device"):
+        RunWriter.create(tmp_path / "r", a_meta(), force=True)
+    assert (tmp_path / "r" / "notes.txt").read_text() == "mine"
+    monkeypatch.undo()
+    RunWriter.create(tmp_path / "r", a_meta(), force=True).close()  # it can be tried again
 
 
 # ---------------------------------------------------------------- a disk that refuses

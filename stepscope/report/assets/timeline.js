@@ -257,7 +257,10 @@ class Timeline {
     const s = this.run.steps, [from, to] = this.view, [first, last] = this.overlap(from, to);
     figure.dataset.view = `${Math.round(from)},${Math.round(to)}`;
     const steps = s.count.slice(first, last).reduce((a, n) => a + n, 0);
-    const text = `${sig(from / 1e9, 4)} to ${sig(to / 1e9, 4)} s, ${count(steps)} steps`;
+    // As many decimals as the width of the view can tell apart.
+    const decimals = Math.min(9, Math.max(1, 3 - Math.floor(Math.log10((to - from) / 1e9))));
+    const second = ns => (ns / 1e9).toFixed(decimals);
+    const text = `${second(from)} to ${second(to)} s, ${count(steps)} steps`;
     figure.querySelector(".view").textContent = this.run.reduced ? `${text} (reduced)` : text;
     const seen = (list, names) => names.filter((_, k) => list.some((v) => v === k));
     if (figure.dataset.legend) return;
