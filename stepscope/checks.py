@@ -13,7 +13,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stepscope.errors import UsageError
 from stepscope.records import Part, RunMeta, StepRecord
-from stepscope.spec import ELEMENT_BYTES, Ceilings, GemvPoint, ModelSpec, TwinPoint
+from stepscope.spec import (
+    ELEMENT_BYTES,
+    KV_DTYPES,
+    QUANTIZED,
+    Ceilings,
+    GemvPoint,
+    ModelSpec,
+    TwinPoint,
+)
 from stepscope.text import listing, plural
 
 LARGEST = 2**63 - 1
@@ -71,7 +79,7 @@ LIMITS: dict[type, dict[str, tuple[int, int]]] = {
     },
 }
 CHOICES: dict[type, dict[str, Iterable[str]]] = {
-    ModelSpec: {"dtype": ELEMENT_BYTES, "kv_dtype": ELEMENT_BYTES}
+    ModelSpec: {"dtype": (*ELEMENT_BYTES, *QUANTIZED), "kv_dtype": KV_DTYPES}
 }
 WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 

@@ -61,7 +61,7 @@ def test_a_run_json_that_cannot_be_used_is_refused(
         ("model", "layers", True, "layers is true"),
         ("model", "hidden", -1, "hidden is -1, expected 1 to"),
         ("model", "hidden", 10**12, "hidden is 1000000000000"),
-        ("model", "dtype", "int3", "dtype is 'int3', expected one of fp32, bf16 and fp16"),
+        ("model", "dtype", "int3", "dtype is 'int3', expected one of fp32, bf16, fp16, int8"),
         ("model", "kv_dtype", ["fp32"], "kv_dtype is a list, expected text"),
         ("model", "linear_bytes", -5, "linear_bytes is -5"),
         ("model", "eos_ids", None, "eos_ids is null, expected a list"),
