@@ -419,7 +419,9 @@ def test_no_float_copy_of_the_weights_while_loading(smollm2_path: Path, dtype: s
     command = [sys.executable, "-c", PEAK_SCRIPT, str(smollm2_path), dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     grown, weights = json.loads(done.stdout)
-    assert weights < grown < 1.3 * weights + LARGEST_BYTES
+    # Pages of the mapped file may count as resident, or not; a bf16 copy would be 269 MB more.
+    mapped = smollm2_path.stat().st_size
+    assert weights < grown < 1.3 * weights + LARGEST_BYTES + mapped
 
 
 @pytest.mark.model
