@@ -34,22 +34,27 @@ def register(app: typer.Typer) -> None:
     app.command("run")(run)
 
 
+ScenarioName = Annotated[
+    str | None, typer.Argument(help="A scenario file, or the name of one that comes along.")
+]
+Model = Annotated[
+    str | None,
+    typer.Option(envvar="STEPSCOPE_MODEL", help="Name, file.gguf, directory or dummy:NAME."),
+]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(help="NAME[,key=value]..., see list policies, or PATH.py:NAME; repeatable."),
+]
+
+
 def run(
-    scenario: Annotated[
-        str | None, typer.Argument(help="A scenario file, or the name of one that comes along.")
-    ] = None,
+    scenario: ScenarioName = None,
     prompt: Annotated[str | None, typer.Option(help="Run one prompt and show its inside.")] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(envvar="STEPSCOPE_MODEL", help="Name, file.gguf, directory or dummy:NAME."),
-    ] = None,
+    model: Model = None,
     dtype: Annotated[
         str | None, typer.Option(envvar="STEPSCOPE_DTYPE", help="auto, fp32, bf16, int8 or int4.")
     ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME[,key=value]..., see list policies, or PATH.py:NAME; repeatable."),
-    ] = None,
+    policy: Policies = None,
     device: Annotated[str, typer.Option(envvar="STEPSCOPE_DEVICE", help="auto or cpu.")] = "auto",
     threads: Annotated[
         int | None, typer.Option(envvar="STEPSCOPE_THREADS", min=1, help="CPU threads.")

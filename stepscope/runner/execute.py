@@ -177,18 +177,11 @@ def execute(job: Job, watcher: Watcher) -> Path:
     scenario, spec = job.scenario, job.decoder.spec
     limits = limits_of(scenario, job.policy, spec.max_context)
     torch.set_num_threads(job.threads)
-    page_size = scenario.engine.page_size
-    pages = scenario.engine.total_pages(spec.kv_bytes_per_token)
-    pool = PagePool(pages, page_size)
-    check_free(
-        f"{pages:,} KV pages of {page_size} tokens",
-        spec.kv_bytes_per_token * pages * page_size,
-        "lower engine.kv_tokens",
-    )
-    runner = TorchRunner(job.decoder, pages, page_size)
+    pool = _pool(job)
+    runner = TorchRunner(job.decoder, pool.total, pool.page_size)
     watcher.on_phase("measuring the dispatch floor")
-    ceilings = _with_twin(job, limits.max_seqs, page_size)
-    meta = _meta(job, limits, ceilings, pages)
+    ceilings = _with_twin(job, limits.max_seqs, pool.page_size)
+    meta = _meta(job, limits, ceilings, pool.total)
     directory = job.directory or job.root / meta.run_id
     _warm_up(runner, pool, limits)
     replay = Replay(scenario.requests, job.tokenizer, spec.vocab)
@@ -209,14 +202,7 @@ def execute(job: Job, watcher: Watcher) -> Path:
             )
             engine = Engine(
                 replay,
-                Scheduler(
-                    policy_for(scenario, job.policy),
-                    pool,
-                    limits,
-                    spec.eos_ids,
-                    prefix_cache(scenario.engine.prefix_cache, pool),
-                    swap=scenario.engine.preemption == "swap",
-                ),
+                _scheduler(job, pool, limits),
                 runner,
                 recorder,
                 clock,
@@ -236,6 +222,30 @@ def execute(job: Job, watcher: Watcher) -> Path:
         _note_drift(job, meta, ceilings, session)
         writer.meta(meta)
     return directory
+
+
+def _pool(job: Job) -> PagePool:
+    """Raises StepscopeError, before anything is allocated, if the cache exceeds the memory."""
+    engine, per_token = job.scenario.engine, job.decoder.spec.kv_bytes_per_token
+    pool = PagePool(engine.total_pages(per_token), engine.page_size)
+    check_free(
+        f"{pool.total:,} KV pages of {pool.page_size} tokens",
+        per_token * pool.total * pool.page_size,
+        "lower engine.kv_tokens",
+    )
+    return pool
+
+
+def _scheduler(job: Job, pool: PagePool, limits: Limits) -> Scheduler:
+    engine = job.scenario.engine
+    return Scheduler(
+        policy_for(job.scenario, job.policy),
+        pool,
+        limits,
+        job.decoder.spec.eos_ids,
+        prefix_cache(engine.prefix_cache, pool),
+        swap=engine.preemption == "swap",
+    )
 
 
 def _finish(engine: Engine, session: _Session, meta: RunMeta, clock: HostClock) -> None:
