@@ -142,7 +142,8 @@ class RequestRecord:
 class Part:
     """A run of consecutive steps in which a request did the same thing.
 
-    A new row starts whenever the kind or tokens_per_step changes, or a step passes without it.
+    A new row starts whenever the kind or tokens_per_step changes, or a step passes without it;
+    and at each flush (about once a second), so that a killed run keeps its tokens' times.
     output_tokens is what the part emitted: one per step of a decode part; for a prefill or
     recompute part 1 if its last step sampled a token, else 0.
     """
