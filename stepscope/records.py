@@ -85,7 +85,8 @@ class StepRecord:
     recompute_tokens: int | None = None  # of sum_prefill_tokens: computed once before
     expert_reads: int | None = None  # (layer, expert) pairs whose weights were read
 
-    num_output_tokens: int | None = None
+    num_output_tokens: int | None = None  # of result_step, given out in this iteration
+    num_extra_tokens: int | None = None  # overlap: computed for requests that had just ended
 
     num_waiting: int | None = None
     num_running: int | None = None

@@ -59,6 +59,9 @@ def run(
     threads: Annotated[
         int | None, typer.Option(envvar="STEPSCOPE_THREADS", min=1, help="CPU threads.")
     ] = None,
+    overlap: Annotated[
+        bool | None, typer.Option(help="Schedule a step while the last one is computed.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of arrivals and sampling.")] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most output tokens of a request.")
@@ -92,6 +95,7 @@ def run(
             "model.dtype": dtype,
             "engine.policy": policy,
             "engine.threads": threads,
+            "engine.overlap": overlap,
             "workload.seed": seed,
             "sampling.seed": seed,
             "sampling.max_tokens": max_tokens,

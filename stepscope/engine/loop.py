@@ -1,6 +1,9 @@
 """The loop. One call of `Engine.step` is one trip of a token through the engine:
 
 recv -> schedule -> prepare -> gather -> forward -> sample -> d2h_wait -> commit -> detok -> emit
+
+With `overlap` the tokens that it waits for, commits and emits are those of the step before, so that
+the host schedules a step while the device still computes the last one.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from stepscope.engine.plan import Clock, Runner, StepPlan
+from stepscope.engine.plan import Clock, Flight, Runner, StepPlan
 from stepscope.engine.recorder import Recorder
 from stepscope.engine.request import Request, TokenLogprobs
 from stepscope.engine.scheduler import Scheduler
@@ -60,6 +63,9 @@ class Output:
     logprobs: TokenLogprobs | None = None
 
 
+Landed = tuple[Flight, Sequence[Request]]  # and who got a token of it
+
+
 class Engine:
     """Runs requests to their end. `emit` is the client: it receives each step's outputs."""
 
@@ -73,6 +79,7 @@ class Engine:
         text: Text,
         emit: Callable[[Sequence[Output]], None],
         on_step: Callable[[StepRecord], None] = lambda row: None,
+        overlap: bool = False,
     ) -> None:
         self.inbox = inbox
         self.scheduler = scheduler
@@ -82,25 +89,42 @@ class Engine:
         self.text = text
         self.emit = emit
         self.on_step = on_step
+        self.overlap = overlap
         self.stopping = False
+        self._flight: Flight | None = None  # the step whose tokens are still on the device
 
     def run(self) -> bool:
         """Step until every request has ended. False if `stopping` was set before that."""
         while not self.stopping and self._work_left():
             self.step()
+        if self._flight is not None:  # stopped: what is computed is still given out
+            self._close(StepPlan(), *self._land(self._flight))
         self.abort()
         return not self.stopping
 
     def step(self) -> None:
-        lap, runner = self.recorder.lap, self.runner
+        lap, landed = self.recorder.lap, None
         lap(OTHER)  # what the last iteration did after its row was closed
         self._receive()
         lap(RECV)
+        if self._flight is not None and self.scheduler.needs_tokens:
+            landed = self._land(self._flight)
         plan = self.scheduler.schedule()
         lap(SCHEDULE)
-        if not plan.slices:
+        last, launched = self._flight, self._launch(plan) if plan.slices else None
+        if last is not None:
+            landed = self._land(last)
+        elif launched is None and landed is None:
             self._idle()
             return
+        if launched is not None and not self.overlap:
+            landed = self._land(launched)
+        else:
+            self._flight = launched
+        self._close(plan, *(landed or (None, ())))
+
+    def _launch(self, plan: StepPlan) -> Flight:
+        lap, runner = self.recorder.lap, self.runner
         if plan.moves:
             self._move(plan)
         batch = runner.prepare(plan)
@@ -108,16 +132,24 @@ class Engine:
         logits = runner.forward(batch, lap)  # gather and forward alternate, layer by layer
         sampled = runner.sample(logits, batch)
         lap(SAMPLE)
-        token_ids = runner.fetch(sampled)
-        self._take_logprobs(plan, batch)
+        self.scheduler.advance(plan)
+        lap(COMMIT)
+        return Flight(self.recorder.step, plan, batch, sampled)
+
+    def _land(self, flight: Flight) -> Landed:
+        """Its tokens reach the host, the requests and the client."""
+        lap, self._flight = self.recorder.lap, None
+        token_ids = self.runner.fetch(flight.sampled)
+        self._take_logprobs(flight.plan, flight.batch)
         lap(D2H_WAIT)
-        results = self.scheduler.commit(plan, token_ids)
+        results = self.scheduler.commit(flight.plan, token_ids)
         lap(COMMIT)
         outputs = [self._detokenize(request, token) for request, token in results]
         lap(DETOK)
         self.emit(outputs)
         lap(EMIT)
-        self._close(plan, results)
+        flight.emitted_ns = self.recorder.mark
+        return flight, [request for request, _ in results]
 
     def _receive(self) -> None:
         now = self.scheduler.now_ns = self.clock.now()
@@ -167,23 +199,22 @@ class Engine:
             shown += watch.flush()
         return shown
 
-    def _close(self, plan: StepPlan, results: Sequence[tuple[Request, int]]) -> None:
+    def _close(self, plan: StepPlan, landed: Flight | None, served: Sequence[Request]) -> None:
         """Stamp the requests and write the row: what this takes is `other`."""
         recorder = self.recorder
         for piece in plan.slices:
             record = piece.request.record
             if record.admitted_ns is None:  # it may have come after the row began
                 record.admitted_ns = max(recorder.begin_ns, record.queued_ns or 0)
-        for request, _ in results:
-            if request.record.first_token_ns is None:
-                request.record.first_token_ns = recorder.mark
+        for request in served:
+            if request.record.first_token_ns is None and landed is not None:
+                request.record.first_token_ns = landed.emitted_ns
         for request in self.scheduler.preempted:
             again = "swapped out" if request.host_pages else "to compute again"
             recorder.event("preempt", request.id, f"{request.high_water} tokens {again}")
         if plan.evicted_pages:
             recorder.event("evict", None, plural(plan.evicted_pages, "cached page"))
-        row = recorder.end_step(plan, len(results), self.runner.gather_bytes)
-        self._finish_row(row)
+        self._finish_row(recorder.end_iteration(plan, landed, len(served)))
 
     def _idle(self) -> None:
         """Nothing to compute: wait for the next arrival, in a row of kind idle."""
@@ -216,7 +247,8 @@ class Engine:
         return len(ended)
 
     def _work_left(self) -> bool:
-        return self.scheduler.busy or self.inbox.next_arrival() is not None
+        waiting = self.scheduler.busy or self._flight is not None
+        return waiting or self.inbox.next_arrival() is not None
 
     def abort(self) -> None:
         """End whatever has not ended; does nothing after a run that is complete."""

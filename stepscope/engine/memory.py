@@ -46,7 +46,8 @@ class Memory:
     def remember(self, request: Request) -> None:
         """What it has computed so far may serve others from now on."""
         if self.prefix is not None and request.pages:  # not while it is swapped out
-            self.prefix.store(request, request.computed, request.pages)
+            known = min(request.computed, len(request.tokens))
+            self.prefix.store(request, known, request.pages)
 
     def release(self, request: Request) -> None:
         self.pool.give_back(request.pages)
@@ -74,7 +75,7 @@ class Memory:
     def _borrow(self, request: Request, hit: Hit, tokens: int, pages: int) -> bool:
         """Share the pages of the hit, copy its tail, and take the rest."""
         tail = [] if hit.tail is None else [hit.tail]
-        least = self.pool.pages_for(min(hit.tokens + tokens, len(request.tokens)))
+        least = self.pool.pages_for(min(hit.tokens + tokens, request.length))
         # Shared first, so that nothing of the hit is evicted to make room for the rest.
         self.pool.share([*hit.pages, *tail])
         taken = self._take(max(pages, least) - len(hit.pages))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from stepscope.engine.request import Request, TokenLogprobs
-from stepscope.records import PartKind
+from stepscope.records import PartKind, StepKind, StepRecord
 
 Lap = Callable[[int], None]  # give the time since the last mark to this phase
 
@@ -37,6 +37,7 @@ class Slice:
     samples: bool
     recomputed: int = 0
     cached: int = 0  # tokens before `start` that the prefix cache gave it in this step
+    extra: bool = False  # its request had ended before its result came: computed for nothing
 
     @property
     def context(self) -> int:
@@ -62,27 +63,61 @@ class StepPlan:
     swap_ns: int | None = None
     expert_reads: int | None = None  # told by the runner; None without experts
     moves: list[Move] = field(default_factory=list)  # in order; earlier ones may feed later ones
+    # Told by the runner: how the step was launched, and when the device did it.
+    gather_bytes: int | None = None  # K and V of context assembled; None where read in place
+    graph: str | None = None
+    graph_hit: int | None = None
+    padded_batch: int | None = None
+    launches: int | None = None
+    syncs: int | None = None
+    spans: DeviceSpans | None = None
 
     @property
     def slices(self) -> list[Slice]:
         return self.decodes + self.prefills
+
+    @property
+    def kind(self) -> StepKind:
+        if not self.prefills:
+            return "decode" if self.decodes else "idle"
+        return "mixed" if self.decodes else "prefill"
+
+    @property
+    def extra_tokens(self) -> int:
+        """Computed for requests that have ended since the step was scheduled."""
+        return sum(s.count for s in self.slices if s.request.record.finish_reason is not None)
 
     def drop(self, request: Request) -> None:
         self.decodes = [s for s in self.decodes if s.request is not request]
         self.prefills = [s for s in self.prefills if s.request is not request]
 
 
+@dataclass(slots=True)
+class Flight:
+    """A step that was launched and whose tokens the host does not have yet."""
+
+    step: int
+    plan: StepPlan
+    batch: Any
+    sampled: Any
+    emitted_ns: int = 0  # when its tokens had reached the client
+
+
+class DeviceSpans(Protocol):
+    """When a device that works by itself did one step."""
+
+    def read(self, row: StepRecord, wait: bool) -> bool:
+        """Write the device columns, if they are known by now (wait: as soon as they are)."""
+
+
 class Runner(Protocol):
     """Turns a plan into token ids. B = sampled slices of the plan, in its order."""
-
-    @property
-    def gather_bytes(self) -> int | None:
-        """K and V bytes of context assembled by the last forward; None where read in place."""
 
     def move(self, moves: Sequence[Move]) -> None:
         """Bring KV rows elsewhere, one move after the other."""
 
-    def prepare(self, plan: StepPlan) -> Any: ...
+    def prepare(self, plan: StepPlan) -> Any:
+        """Index tensors. A token that is pending is put in its place by `forward`."""
 
     def forward(self, batch: Any, lap: Lap) -> Any:
         """Logits (B, vocab). Laps GATHER and FORWARD itself, since they alternate per layer."""

@@ -7,9 +7,10 @@ construction: they sum to the step's wall time, and what nobody claims is `other
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
-from stepscope.engine.plan import Slice, StepPlan
+from stepscope.engine.plan import DeviceSpans, Flight, Slice, StepPlan
 from stepscope.records import (
     FORWARD,
     GATHER,
@@ -30,6 +31,7 @@ class Recorder:
         self._warmup = warmup_steps
         self._spent = [0] * len(PHASES)
         self._open: dict[int, Part] = {}
+        self._waiting: deque[tuple[StepRecord, DeviceSpans]] = deque()
         self.step = 0
         self.steps: list[StepRecord] = []
         self.parts: list[Part] = []
@@ -53,15 +55,37 @@ class Recorder:
         """Close an iteration that computed nothing: it waited for arrivals."""
         return self._close("idle")
 
-    def end_step(self, plan: StepPlan, output_tokens: int, gather_bytes: int | None) -> StepRecord:
+    def end_step(self, plan: StepPlan, output_tokens: int) -> StepRecord:
         """Close an iteration that computed `plan`; its tokens were out at the last mark."""
-        for piece in plan.slices:
-            self._extend_part(piece)
-        emitted = self.mark
+        landed = Flight(self.step, plan, None, None, self.mark)
+        return self.end_iteration(plan, landed, output_tokens)
+
+    def end_iteration(
+        self, plan: StepPlan, landed: Flight | None, output_tokens: int
+    ) -> StepRecord:
+        """Close an iteration that launched `plan` (empty: nothing) and gave out what has landed.
+
+        Parts are told when their tokens are known, so those of a step in flight are not yet.
+        """
+        if landed is not None:
+            for piece in landed.plan.slices:
+                if not piece.extra:
+                    self._extend_part(piece, landed.step)
+        row = self._close(plan.kind)
+        if landed is not None:
+            row.emitted_ns, row.result_step = landed.emitted_ns, landed.step
+            row.num_output_tokens = output_tokens
+        if plan.slices:
+            self._tell(row, plan)
+            overlapped = landed is None or landed.step != row.step
+            row.num_extra_tokens = plan.extra_tokens if overlapped else None
+        return row
+
+    def _tell(self, row: StepRecord, plan: StepPlan) -> None:
+        """What was launched, and the queue and the memory that it was launched with."""
         decodes, prefills = plan.decodes, plan.prefills
-        row = self._close("decode" if not prefills else "mixed" if decodes else "prefill")
-        row.emitted_ns = emitted
-        row.result_step = row.step
+        if plan.spans is not None:
+            self._waiting.append((row, plan.spans))
         row.num_prefill_requests = len(prefills)
         row.sum_prefill_tokens = sum(s.count for s in prefills)
         row.sum_prefill_kv_tokens = sum(s.start for s in prefills)
@@ -69,7 +93,6 @@ class Recorder:
         row.sum_decode_kv_tokens = sum(s.context for s in decodes)
         row.recompute_tokens = sum(s.recomputed for s in prefills)
         row.expert_reads = plan.expert_reads
-        row.num_output_tokens = output_tokens
         row.num_admitted = plan.admitted
         row.num_preempted = plan.preempted
         row.num_blocked_decodes = plan.blocked_decodes
@@ -80,8 +103,10 @@ class Recorder:
         row.evicted_pages = plan.evicted_pages
         row.swapped_pages = plan.swapped_pages
         row.swap_ns = plan.swap_ns
-        row.kv_gather_bytes = gather_bytes
-        return row
+        row.kv_gather_bytes = plan.gather_bytes
+        row.graph, row.graph_hit = plan.graph, plan.graph_hit
+        row.padded_batch = plan.padded_batch
+        row.num_launches, row.num_syncs = plan.launches, plan.syncs
 
     def end_request(self, request: int) -> None:
         """The request ended: its last part is complete."""
@@ -93,10 +118,22 @@ class Recorder:
         for request in list(self._open):
             self.end_request(request)
 
-    def drain(self) -> tuple[list[StepRecord], list[Part], list[Event]]:
-        rows = self.steps, self.parts, self.events
-        self.steps, self.parts, self.events = [], [], []
+    def drain(self, final: bool = True) -> tuple[list[StepRecord], list[Part], list[Event]]:
+        """final: also rows whose device times are not known yet, as soon as they are."""
+        self._read_device(final)
+        first = self._waiting[0][0].step if self._waiting else self.step
+        ready = [row for row in self.steps if row.step < first]
+        rows = ready, self.parts, self.events
+        self.steps, self.parts, self.events = self.steps[len(ready) :], [], []
         return rows
+
+    def _read_device(self, wait: bool) -> None:
+        """Device times come a step or more later, in order. Without any, a last row has none."""
+        while self._waiting:
+            row, spans = self._waiting[0]
+            if not spans.read(row, wait) and not wait:
+                return
+            self._waiting.popleft()
 
     def _close(self, kind: StepKind) -> StepRecord:
         cpu = time.thread_time_ns()
@@ -106,29 +143,28 @@ class Recorder:
             setattr(row, f"{name}_ns", ns)
         row.host_cpu_ns = cpu - self._cpu
         row.warmup = int(self.step < self._warmup)
+        self._read_device(wait=False)
         self.steps.append(row)
         self._spent = [0] * len(PHASES)
         self.begin_ns, self._cpu = self.mark, cpu
         self.step += 1
         return row
 
-    def _extend_part(self, piece: Slice) -> None:
+    def _extend_part(self, piece: Slice, step: int) -> None:
         request = piece.request.id
         part = self._open.get(request)
         if (
             part is not None
-            and part.last_step == self.step - 1
+            and part.last_step == step - 1
             and part.kind == piece.kind
             and part.tokens_per_step == piece.count
         ):
-            part.last_step = self.step
+            part.last_step = step
             part.output_tokens += piece.samples
             return
         if part is not None:
             self.parts.append(part)
-        self._open[request] = Part(
-            request, piece.kind, self.step, self.step, piece.count, int(piece.samples)
-        )
+        self._open[request] = Part(request, piece.kind, step, step, piece.count, int(piece.samples))
 
 
 def cost_per_step_ns(layers: int, steps: int = 200) -> float:
@@ -141,5 +177,5 @@ def cost_per_step_ns(layers: int, steps: int = 200) -> float:
         for _ in range(layers):
             recorder.lap(FORWARD)
             recorder.lap(GATHER)
-        recorder.end_step(StepPlan(), 0, None)
+        recorder.end_step(StepPlan(), 0)
     return (time.perf_counter_ns() - begin) / steps

@@ -63,9 +63,10 @@ class Request:
     """
 
     record: RequestRecord
-    tokens: list[int]  # prompt, then output
+    tokens: list[int]  # prompt, then output, as far as the host knows it
     sampling: Sampling
-    computed: int = 0  # leading tokens whose K and V are in the cache
+    computed: int = 0  # leading tokens whose K and V are in the cache, or will be after this step
+    pending: int = 0  # 1 while a token of it is sampled but not on the host yet
     high_water: int = 0  # most tokens ever computed: below it, computing is recomputing
     pages: array[int] = field(default_factory=lambda: array("q"))
     stop_text: StopText | None = field(init=False)
@@ -100,13 +101,18 @@ class Request:
         return self.record.prompt_tokens
 
     @property
+    def length(self) -> int:
+        """Tokens it has, one that is pending included."""
+        return len(self.tokens) + self.pending
+
+    @property
     def output_tokens(self) -> int:
-        return len(self.tokens) - self.record.prompt_tokens
+        return self.length - self.record.prompt_tokens
 
     @property
     def todo(self) -> int:
         """Tokens to compute before the next one can be sampled."""
-        return len(self.tokens) - self.computed - self.cached_prefix
+        return self.length - self.computed - self.cached_prefix
 
     @property
     def cached_prefix(self) -> int:

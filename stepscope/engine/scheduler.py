@@ -61,6 +61,11 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Does a draw of the next step depend on which tokens are pending?"""
+        return any(r.pending and r.sampling.penalizes for r in self.running)
+
     def add(self, request: Request) -> None:
         """Queue a request, or end it with an error if it can never run here."""
         need = self.pool.pages_for(request.prompt_tokens)
@@ -94,10 +99,10 @@ class Scheduler:
                 break  # pages just ran out: this is no moment to let somebody in
             else:
                 self._admit(request, tokens, plan, self.policy.admit(view, request))
-        planned = {id(s.request) for s in plan.decodes}
-        plan.blocked_decodes = sum(r.decoding and id(r) not in planned for r in self.running)
+        planned, going_on = {id(s.request) for s in plan.decodes}, self._going_on()
+        plan.blocked_decodes = sum(r.decoding and id(r) not in planned for r in going_on)
         plan.preempted = len(self.preempted)
-        plan.running, plan.waiting = len(self.running), len(self.waiting)
+        plan.running, plan.waiting = len(going_on), len(self.waiting)
         plan.used_pages = self.pool.used
         if plan.slices:  # else nothing is computed, and the next step takes them
             self._hand_over(plan)
@@ -113,20 +118,36 @@ class Scheduler:
             plan.evicted_pages, memory.evicted = memory.evicted, 0
             plan.prefix_hit_tokens = sum(piece.cached for piece in plan.slices)
 
-    def commit(self, plan: StepPlan, token_ids: Sequence[int]) -> list[tuple[Request, int]]:
-        """Append sampled tokens (one per sampling slice), end what is finished, free its pages."""
-        results: list[tuple[Request, int]] = []
+    def advance(self, plan: StepPlan) -> None:
+        """The step was launched: what it computes counts as computed, what it samples is pending.
+
+        Later steps may build on both before the tokens are known.
+        """
         self._last = plan.slices
-        tokens = iter(token_ids)
         for piece in plan.slices:
             request = piece.request
             request.computed = piece.context
             request.high_water = max(request.high_water, request.computed)
+            request.pending += piece.samples
             request.record.recomputed_tokens += piece.recomputed
             if request.record.cached_tokens is not None:
                 request.record.cached_tokens += piece.cached
-            if piece.samples:
-                token = next(tokens)
+
+    def commit(self, plan: StepPlan, token_ids: Sequence[int]) -> list[tuple[Request, int]]:
+        """Append sampled tokens (one per sampling slice), end what is finished, free its pages.
+
+        A request that ended since the step was launched gets nothing: the slice was extra.
+        """
+        results: list[tuple[Request, int]] = []
+        tokens = iter(token_ids)
+        for piece in plan.slices:
+            request = piece.request
+            token = next(tokens) if piece.samples else None
+            request.pending -= piece.samples
+            if request.record.finish_reason is not None:
+                piece.extra, piece.samples = True, False
+                continue
+            if token is not None:
                 if token < 0:  # the runner's word for logits that are not finite
                     piece.samples = False
                     self._fail(request, NOT_FINITE)
@@ -154,7 +175,7 @@ class Scheduler:
         """Nothing runs and the first in the queue does not fit: it never will."""
         if self.waiting:
             head = self.waiting[0]
-            self._fail_for_pages(head, self.pool.pages_for(len(head.tokens)))
+            self._fail_for_pages(head, self.pool.pages_for(head.length))
 
     def abort_all(self) -> None:
         """End everything that is queued or running (the run was interrupted)."""
@@ -173,13 +194,23 @@ class Scheduler:
             self._preempt(cast(Request, seen), plan)
         return self._view() if unwanted else view
 
+    def _going_on(self) -> list[Request]:
+        """Running requests without those whose pending token is their last."""
+        longest = self.limits.max_context
+        return [
+            r
+            for r in self.running
+            if not (r.pending and (r.output_tokens >= r.max_tokens or r.length >= longest))
+        ]
+
     def _view(self) -> View:
+        going_on = self._going_on()
         growth = sum(
-            r.decoding and self.pool.pages_for(r.computed + 1) > len(r.pages) for r in self.running
+            r.decoding and self.pool.pages_for(r.computed + 1) > len(r.pages) for r in going_on
         )
         return View(
             waiting=self.waiting,
-            running=self.running,
+            running=going_on,
             free_pages=self.pool.available,
             total_pages=self.pool.total,
             page_size=self.pool.page_size,
@@ -200,10 +231,12 @@ class Scheduler:
             if self.memory.hold(request, need):
                 _append(plan, request, tokens)
                 return
-            if len(self.running) == 1:
-                self._fail_for_pages(request, need)
-                return
-            self._preempt(cast(Request, self.policy.victim(view, self.running)), plan)
+            candidates = self._going_on()
+            if len(candidates) == 1:
+                if len(self.running) == 1 and not request.pending:
+                    self._fail_for_pages(request, need)
+                return  # else its own end or that of others, now pending, may bring pages
+            self._preempt(cast(Request, self.policy.victim(view, candidates)), plan)
 
     def _admit(self, request: Request, tokens: int, plan: StepPlan, pages: int) -> None:
         before = request.computed  # 0, or what was swapped out
@@ -229,13 +262,16 @@ class Scheduler:
         self.preempted.append(victim)
 
     def _stop_if_done(self, request: Request, token: int) -> None:
-        sampling, count = request.sampling, request.output_tokens
-        may_stop = count > sampling.min_tokens
+        sampling = request.sampling
+        may_stop = request.record.output_tokens > sampling.min_tokens
         if may_stop and token in self.eos and not sampling.ignore_eos:
             self._end(request, "eos")
         elif may_stop and token in sampling.stop_ids:
             self._end(request, "stop")
-        elif count >= sampling.max_tokens or len(request.tokens) >= self.limits.max_context:
+        elif (
+            request.record.output_tokens >= sampling.max_tokens
+            or len(request.tokens) >= self.limits.max_context
+        ):
             self._end(request, "length")
 
     def _fail_for_pages(self, request: Request, need: int) -> None:

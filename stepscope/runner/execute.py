@@ -36,6 +36,7 @@ from stepscope.models.tokenizer import TextTokenizer
 from stepscope.records import RunMeta, Sample, StepRecord
 from stepscope.runner.probe import decode_plan, prefill_plan, steps
 from stepscope.runner.replay import Replay, TokenText
+from stepscope.runner.threaded import ThreadedRunner
 from stepscope.runner.torch_runner import TorchRunner
 from stepscope.runner.twin import drift, measure_twin, twin_batches
 from stepscope.scenario import Scenario
@@ -55,6 +56,8 @@ BASIS = {
     "queue": "measured",
     "memory": "measured",
 }
+# On a CPU the thread that computes is the device of an overlapped run.
+OVERLAP_BASIS = {"device": "measured in the thread that computes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +162,14 @@ class _Session:
         if row.end_ns - self.flushed_ns >= FLUSH_NS:
             self.flush(row.end_ns)
 
-    def flush(self, now: int) -> None:
+    def flush(self, now: int, final: bool = False) -> None:
         """Write what has gathered, and judge the block of steps since the last time."""
         load = self.load.sample()
         noise = noise_event(self.last_load, load, self.cores)
         self.last_load, self.flushed_ns = load, now
         # Open parts are written as far as they go: a killed run must not lose its tokens.
         self.recorder.end_all()
-        rows, parts, events = self.recorder.drain()
+        rows, parts, events = self.recorder.drain(final)
         events += self.gc.take() + ([noise] if noise else [])
         self.writer.append(rows, parts, events)
         self.writer.requests(self.replay.records)
@@ -187,6 +190,7 @@ def execute(job: Job, watcher: Watcher) -> Path:
     replay = Replay(scenario.requests, job.tokenizer, spec.vocab)
     with RunWriter.create(directory, meta, job.force) as writer:
         clock = HostClock()
+        computing = ThreadedRunner(runner, clock.now) if scenario.engine.overlap else runner
         load = ForeignLoad(clock.now)
         with GcEvents(clock=clock.now) as gc_events:
             recorder = Recorder(clock.now, scenario.engine.warmup_steps)
@@ -203,12 +207,13 @@ def execute(job: Job, watcher: Watcher) -> Path:
             engine = Engine(
                 replay,
                 _scheduler(job, pool, limits),
-                runner,
+                computing,
                 recorder,
                 clock,
                 TokenText(job.tokenizer),
                 session.emit,
                 session.on_step,
+                scenario.engine.overlap,
             )
             watcher.engine = engine
             engine.stopping = watcher.interrupted
@@ -218,6 +223,8 @@ def execute(job: Job, watcher: Watcher) -> Path:
                 watcher.interrupted = True
             finally:
                 watcher.engine = None
+                if isinstance(computing, ThreadedRunner):
+                    computing.close()
                 _finish(engine, session, meta, clock)
         _note_drift(job, meta, ceilings, session)
         writer.meta(meta)
@@ -255,7 +262,7 @@ def _finish(engine: Engine, session: _Session, meta: RunMeta, clock: HostClock) 
     if unseen:
         meta.notes.append(f"{unseen} of {session.total} requests had not arrived when it stopped")
     meta.samples = list(session.samples.values())
-    session.flush(clock.now())
+    session.flush(clock.now(), final=True)
     session.writer.meta(meta)
 
 
@@ -313,6 +320,7 @@ def _meta(job: Job, limits: Limits, ceilings: Ceilings | None, pages: int) -> Ru
             "policy": settings_of(policy_for(scenario, job.policy)),
             "dtype": spec.dtype,
             "graphs": "eager",
+            "overlap": scenario.engine.overlap,
             "products": job.decoder.products,
         },
         command=job.command,
@@ -323,12 +331,12 @@ def _meta(job: Job, limits: Limits, ceilings: Ceilings | None, pages: int) -> Ru
         clock={
             "source": "time.monotonic_ns",
             "resolution_ns": clock_resolution_ns(),
-            "timelines": 1,
+            "timelines": 2 if scenario.engine.overlap else 1,
         },
         recorder={
             "ns_per_step": round(cost_per_step_ns(spec.layers)),
             "laps_per_step": 10 + 2 * spec.layers,
         },
-        basis=dict(BASIS),
+        basis={**BASIS, **(OVERLAP_BASIS if scenario.engine.overlap else {})},
         versions=versions(),
     )

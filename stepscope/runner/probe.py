@@ -49,5 +49,5 @@ def steps(
         recorder.lap(SAMPLE)
         runner.fetch(sampled)
         recorder.lap(D2H_WAIT)
-        recorder.end_step(plan, len(plan.slices), runner.gather_bytes)
+        recorder.end_step(plan, len(plan.slices))
     return recorder.steps

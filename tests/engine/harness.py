@@ -143,13 +143,12 @@ class ContentRunner:
     them. Reading a row that is of another text, stale or freed fails the test.
     """
 
-    gather_bytes: int | None = None
-
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.rows: dict[int, tuple[int, int]] = {}
         self._host: dict[int, tuple[int, int] | None] = {}
         self._texts: dict[Request, list[int]] = {}  # hash of each beginning of its tokens
+        self._sampled: dict[Request, int] = {}  # its latest token, which may still be pending
 
     def move(self, moves: Sequence[Move | Forget]) -> None:
         size = self.page_size
@@ -182,10 +181,13 @@ class ContentRunner:
     def forward(self, batch: StepPlan, lap: Lap) -> list[list[int]]:
         lap(GATHER)
         lap(FORWARD)
-        return [s.request.tokens[: s.context] for s in batch.slices if s.samples]
+        return [self._tokens(s) for s in batch.slices if s.samples]
 
     def sample(self, logits: list[list[int]], batch: StepPlan) -> list[int]:
-        return [next_token(tokens) for tokens in logits]
+        ids = [next_token(tokens) for tokens in logits]
+        sampled = [s.request for s in batch.slices if s.samples]
+        self._sampled.update(zip(sampled, ids, strict=True))
+        return ids
 
     def fetch(self, sampled: list[int]) -> list[int]:
         return sampled
@@ -202,8 +204,16 @@ class ContentRunner:
         page = piece.request.pages[position // self.page_size]
         return page * self.page_size + position % self.page_size
 
+    def _tokens(self, piece: Slice) -> list[int]:
+        """The request's tokens up to the slice's end, also the one the engine does not know yet."""
+        tokens = piece.request.tokens[: piece.context]
+        missing = piece.context - len(tokens)
+        if missing > piece.request.pending:
+            raise AssertionError(f"request {piece.request.id} is granted tokens it does not have")
+        return [*tokens, self._sampled[piece.request]] if missing else tokens
+
     def _row(self, piece: Slice, position: int) -> tuple[int, int]:
-        known, tokens = self._texts.setdefault(piece.request, []), piece.request.tokens
+        known, tokens = self._texts.setdefault(piece.request, []), self._tokens(piece)
         for i in range(len(known), position + 1):
             known.append(hash((known[-1] if known else 0, tokens[i])))
         return position, known[position]
@@ -285,6 +295,7 @@ def build(
     forget: bool = True,
     prefix: str = "off",
     swap: bool = False,
+    overlap: bool = False,
 ) -> Outcome:
     """An engine ready to run. `forget`: pages lose their contents when they are freed."""
     clock = clock or Clock(tick=1)
@@ -305,7 +316,9 @@ def build(
     def emit(outputs: Sequence[Output]) -> None:
         emitted.append(list(outputs))
 
-    engine = Engine(Arrivals(asked), scheduler, runner, recorder, clock, IdText(), emit)
+    engine = Engine(
+        Arrivals(asked), scheduler, runner, recorder, clock, IdText(), emit, overlap=overlap
+    )
     return Outcome(engine, scheduler, {r.id: r for r in asked}, emitted=emitted)
 
 
@@ -376,12 +389,6 @@ class Observed:
         self.cache = runner.cache
         self.gaps: dict[int, list[float]] = {}
         self.logits: dict[int, list[Any]] = {}
-        self._who: list[int] = []
-
-    @property
-    def gather_bytes(self) -> int | None:
-        value: int | None = self.inner.gather_bytes
-        return value
 
     def move(self, moves: Sequence[Move | Forget]) -> None:
         for forget, same in groupby(moves, key=lambda m: isinstance(m, Forget)):
@@ -391,17 +398,16 @@ class Observed:
                 self.inner.move(list(same))
 
     def prepare(self, plan: StepPlan) -> Any:
-        batch = self.inner.prepare(plan)
-        self._who = [s.request.id for s in plan.slices if s.samples]
-        return batch
+        return self.inner.prepare(plan)
 
     def forward(self, batch: Any, lap: Lap) -> Any:
         logits = self.inner.forward(batch, lap)
-        if self._who:
-            for who, (first, second) in zip(self._who, logits.topk(2).values.tolist(), strict=True):
+        sampled = [s.request.id for s in batch.plan.slices if s.samples]
+        if sampled:
+            for who, (first, second) in zip(sampled, logits.topk(2).values.tolist(), strict=True):
                 self.gaps.setdefault(who, []).append(first - second)
         if self.keep:
-            for who, row in zip(self._who, logits, strict=True):
+            for who, row in zip(sampled, logits, strict=True):
                 self.logits.setdefault(who, []).append(row.clone())
         return logits
 

@@ -174,7 +174,7 @@ def test_gather_bytes_are_the_context_of_the_step(dtype: str, element: int) -> N
     spec = bench.runner.decoder.spec
     contexts = 5 + 40 + 9 + 30 + 13
     expected = 2 * spec.layers * spec.kv_heads * spec.head_dim * contexts * element
-    assert bench.runner.gather_bytes == expected
+    assert plan.gather_bytes == expected
     assert expected == spec.kv_bytes_per_token * contexts
     read = batch.attention.full.read_slots.tolist()
     assert len(read) > contexts, "decodes of 5, 40 and 9 tokens are padded"

@@ -33,6 +33,7 @@ class World:
     prefix: str
     swap: bool
     asked: list[tuple[list[int], int, int]]  # prompt, max_tokens, arrival
+    overlap: bool = False
 
     def requests(self) -> list[Request]:
         return [ask(i, p, m, arrival_ns=a) for i, (p, m, a) in enumerate(self.asked)]
@@ -46,6 +47,7 @@ class World:
             limits=self.limits,
             prefix=self.prefix,
             swap=self.swap,
+            overlap=self.overlap,
         )
 
     def expected(self, request: Request) -> tuple[list[int], str]:
@@ -108,6 +110,7 @@ worlds = st.builds(
     asked=st.lists(
         st.tuples(prompts, st.integers(1, 25), st.integers(0, 300)), min_size=1, max_size=8
     ),
+    overlap=st.booleans(),
 )
 
 
@@ -154,6 +157,7 @@ def random_world(random: Random) -> World:
         random.choice(FORMS),
         random.random() < 0.5,
         asked,
+        random.random() < 0.5,
     )
 
 

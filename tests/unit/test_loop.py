@@ -51,7 +51,7 @@ class ChargedRunner(ContentRunner):
             lap(FORWARD)
             self.clock.ns += COST["gather"] // 2
             lap(GATHER)
-        return [s.request.tokens[: s.context] for s in batch.slices if s.samples]
+        return [self._tokens(s) for s in batch.slices if s.samples]
 
     def sample(self, logits: list[list[int]], batch: StepPlan) -> list[int]:
         self.clock.ns += COST["sample"]
@@ -184,14 +184,14 @@ def test_emitted_is_when_emit_returned_and_not_the_end_of_the_row() -> None:
         told.append(clock.now())
 
     made.engine.emit = emit
-    close = made.engine.recorder.end_step
+    close = made.engine.recorder.end_iteration
     charge(clock, made.engine.recorder, "end_request", "other")  # type: ignore[arg-type]
 
     def slow_close(*args: Any) -> StepRecord:
         clock.ns += 5  # type: ignore[attr-defined]
         return close(*args)
 
-    made.engine.recorder.end_step = slow_close  # type: ignore[assignment,method-assign]
+    made.engine.recorder.end_iteration = slow_close  # type: ignore[assignment,method-assign]
     done = finish(made)
     assert [row.emitted_ns for row in done.steps] == told
     assert [row.end_ns - (row.emitted_ns or 0) for row in done.steps] == [5, 5]

@@ -43,7 +43,7 @@ def step(recorder: Recorder, *pieces: tuple[Request, PartKind, int, bool]) -> St
         decodes=[s for s in slices if s.kind == "decode"],
         prefills=[s for s in slices if s.kind != "decode"],
     )
-    return recorder.end_step(plan, sum(s.samples for s in slices), None)
+    return recorder.end_step(plan, sum(s.samples for s in slices))
 
 
 def parts(recorder: Recorder) -> list[tuple[str, int, int, int, int]]:
@@ -147,8 +147,9 @@ def test_a_mixed_step_is_described_exactly() -> None:
         running=4,
         waiting=5,
         used_pages=6,
+        gather_bytes=4096,
     )
-    row = recorder.end_step(plan, 2, 4096)
+    row = recorder.end_step(plan, 2)
     assert (row.kind, row.result_step) == ("mixed", 0)
     assert (row.num_decode_requests, row.sum_decode_kv_tokens) == (1, 21)
     assert (row.num_prefill_requests, row.sum_prefill_tokens) == (2, 11)

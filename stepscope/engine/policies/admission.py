@@ -10,7 +10,7 @@ from stepscope.engine.policies.view import Admission, Seen, View
 
 def whole_prompt(view: View, request: Seen) -> int:
     """All its tokens, however many are computed in this step; half a prompt helps nobody."""
-    return view.pages_for(len(request.tokens))
+    return view.pages_for(request.length)
 
 
 def full_length(view: View, request: Seen) -> int:
@@ -32,8 +32,7 @@ def share_of_pool(view: View, admitted: Sequence[Seen]) -> int:
 def expected_growth(view: View, admitted: Sequence[Seen]) -> int:
     """`ratio` of the pages that all outputs would take at max_tokens (SGLang: new token ratio)."""
     most = sum(
-        view.pages_for(r.most_tokens) - view.pages_for(len(r.tokens))
-        for r in [*view.running, *admitted]
+        view.pages_for(r.most_tokens) - view.pages_for(r.length) for r in [*view.running, *admitted]
     )
     return max(math.ceil(most * view.number("ratio")) - view.growth, 0)
 
@@ -53,7 +52,7 @@ def peak_pages(view: View, requests: Sequence[Seen]) -> int:
     """
     lives = []
     for r in requests:
-        length = len(r.tokens)
+        length = r.length
         begin = -(-r.todo // view.chunk) - 1
         lives.append((length, begin, begin + max(r.most_tokens - length, 0)))
     return max(

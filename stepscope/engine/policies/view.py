@@ -25,7 +25,9 @@ class Seen(Protocol):
     @property
     def priority(self) -> int: ...  # a smaller number goes first
     @property
-    def tokens(self) -> Sequence[int]: ...  # prompt, then output
+    def tokens(self) -> Sequence[int]: ...  # prompt, then output; under overlap the last is missing
+    @property
+    def length(self) -> int: ...  # tokens it has, also one whose id is not known yet
     @property
     def pages(self) -> Sequence[int]: ...
     @property
