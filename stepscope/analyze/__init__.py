@@ -129,15 +129,7 @@ def _not_available(frame: Frame, gaps: list[int]) -> list[tuple[str, str]]:
     found = [("floor, dispatch and their shares", why) for why in missing_inputs(frame)]
     if frame.ceilings and frame.model.gemm_flops is None:
         found.append(("compute floor, MFU", f"no GEMM rate was measured for {frame.dtype}"))
-    if frame.two_timelines:
-        found.append(
-            (
-                "device idle branches of the verdict",
-                "device times are recorded but not judged yet; forward plus d2h_wait is taken as "
-                "the model's time",
-            )
-        )
-    elif frame.rows:
+    if frame.rows and not frame.two_timelines:
         found.append(
             ("device times", "host and device are one timeline here: forward is the model's time")
         )
@@ -166,7 +158,7 @@ def _notes(frame: Frame, stalls: list[Stall], tokens: dict[int, Tokens]) -> list
     sampled = sum(bool(row.sampled) for row in frame.rows)
     if sampled:
         notes.append(f"{plural(sampled, 'profiled step')} left out of all step statistics.")
-    over = sum(clamped(frame.rows[i], frame.costs[i], frame.two_timelines) for i in frame.working)
+    over = sum(clamped(frame.rows[i], frame.costs[i]) for i in frame.working)
     if over:
         notes.append(
             f"In {over:,} of {plural(len(frame.working), 'step')} floor plus twin exceed the "

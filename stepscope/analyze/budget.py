@@ -27,8 +27,8 @@ LINES: dict[str, tuple[str, bool]] = {
     "unknown": ("phases not observed", False),
 }
 
-# Which verdict a line speaks for. With one timeline nothing is waited for in d2h_wait: the
-# host copies the ids itself, so it is host work.
+# Which verdict a line speaks for. What is left in d2h_wait is no waiting for the model: with one
+# timeline the host copies the ids itself, and with two the device has finished by then.
 VERDICT_OF: dict[str, str] = {
     "weights": "bandwidth_bound",
     "kv": "bandwidth_bound",
@@ -81,29 +81,25 @@ def split_forward(model_ns: int, cost: StepCost) -> Split:
     return {**parts, "dispatch": dispatch, "inefficient": rest - dispatch}
 
 
-def split_step(row: StepRecord, cost: StepCost, two_timelines: bool) -> Split:
+def split_step(row: StepRecord, cost: StepCost) -> Split:
     """One step's time by budget line; the values sum to its wall time.
 
-    Where there is a device timeline, the wait for its result is the model's time, not the host's.
     Time outside every observed phase is `other`; without any observed phase it is `unknown`.
     """
     phases = {name: ns for name in PHASES if (ns := row.phase_ns(name)) is not None}
     if not phases:
         return {"unknown": row.wall_ns}
     model_ns = phases.pop("forward", 0)
-    if two_timelines:
-        model_ns += phases.pop("d2h_wait", 0)
     unaccounted = row.wall_ns - model_ns - sum(phases.values())
     phases["other"] = phases.get("other", 0) + max(unaccounted, 0)
     return {**split_forward(model_ns, cost), **phases}
 
 
-def clamped(row: StepRecord, cost: StepCost, two_timelines: bool) -> bool:
+def clamped(row: StepRecord, cost: StepCost) -> bool:
     """Whether floor plus twin claim more than the measured forward."""
     if cost.floor_ns is None or row.forward_ns is None:
         return False
-    model_ns = row.forward_ns + ((row.d2h_wait_ns or 0) if two_timelines else 0)
-    return cost.floor_ns + (cost.twin_ns or 0.0) > model_ns
+    return cost.floor_ns + (cost.twin_ns or 0.0) > row.forward_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +158,7 @@ def budget_of(splits: Iterable[Split]) -> Budget:
 def split_all(frame: Frame) -> list[Split]:
     """Parallel to frame.rows."""
     both = zip(frame.rows, frame.costs, strict=True)
-    splits = [split_step(row, cost, frame.two_timelines) for row, cost in both]
+    splits = [split_step(row, cost) for row, cost in both]
     for i in frame.noisy:
         if is_decode_only(frame.rows[i]):
             splits[i] = charge_noise(

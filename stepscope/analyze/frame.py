@@ -6,6 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from stepscope.analyze.cost import CostModel, StepCost
+from stepscope.analyze.device import has_device, seen_from_device
 from stepscope.analyze.moments import EventIndex
 from stepscope.analyze.thresholds import Thresholds
 from stepscope.errors import StepscopeError
@@ -71,7 +72,7 @@ class Frame:
     decode_only: list[int]  # in quiet blocks, if there are enough of them
     noisy: set[int]  # steps during which other processes took the cores
     baseline: Baseline
-    two_timelines: bool  # device columns are present: forward_ns is launching, not computing
+    two_timelines: bool  # the rows are seen from the device (analyze/device.py)
     notes: list[str] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)
 
@@ -117,6 +118,9 @@ def build_frame(run: Run, limits: Thresholds) -> Frame:
     model = CostModel(spec, ceilings, dtype)
     first_rank = min((s.rank for s in run.steps), default=0)
     rows = sorted((s for s in run.steps if s.rank == first_rank), key=lambda s: s.begin_ns)
+    two_timelines = has_device(rows)
+    if two_timelines:
+        rows = seen_from_device(rows)
     working = [i for i, row in enumerate(rows) if is_working(row)]
     decoding = [i for i in working if is_decode_only(rows[i])]
     noisy = noisy_steps(run, rows)
@@ -135,13 +139,18 @@ def build_frame(run: Run, limits: Thresholds) -> Frame:
         decode_only,
         noisy,
         Baseline([rows[i] for i in decode_only], limits.min_bucket_steps),
-        any(r.dev_begin_ns is not None or r.dev_forward_ns is not None for r in rows),
+        two_timelines,
     )
     if len(decode_only) < len(decoding):
         left = plural(len(decoding) - len(decode_only), "decode-only step")
         frame.notes.append(
             f"{left} ran while other processes took the cores: the decode-only statistics leave "
             "them out."
+        )
+    if two_timelines:
+        frame.notes.append(
+            "Steps are shown as the device did them: a host phase counts only where the device "
+            "had nothing to do meanwhile."
         )
     if len(rows) < len(run.steps):
         frame.notes.append(

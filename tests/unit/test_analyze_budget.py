@@ -104,16 +104,6 @@ def test_a_profiled_step_is_left_out() -> None:
     assert sum(line.ns for line in analyze(run).budget) == working_ns(run) - run.steps[10].wall_ns
 
 
-def test_on_two_timelines_the_wait_is_the_models_time() -> None:
-    run = make_run(30, phases={"forward": 1 * MS, "d2h_wait": 30 * MS})
-    for row in run.steps:
-        row.dev_begin_ns, row.dev_end_ns = row.begin_ns, row.end_ns
-    found = lines(run)
-    assert "d2h_wait" not in found
-    assert found["weights"] > 0.6 * sum(found.values())
-    assert any("device times are recorded" in why for _, why in analyze(run).not_available)
-
-
 def test_what_ifs_follow_from_the_budget() -> None:
     found = {w.change: w for w in analyze(make_run()).what_ifs}
     assert found["dispatch gone"].after_ns == pytest.approx(29.8 * MS)
