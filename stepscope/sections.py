@@ -91,6 +91,7 @@ class EngineSection:
     chunk: int | None = _count(None)
     threads: int | None = _count(None, high=4096)
     products: str = _knob("auto", _text, choices=("auto", "plain", "onednn"))
+    attention: str = _knob("auto", _text, choices=("auto", "gather", "paged"))
     warmup_steps: int = _count(0, low=0, high=1_000_000)
 
     def total_pages(self, bytes_per_token: int) -> int:

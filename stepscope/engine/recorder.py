@@ -81,6 +81,8 @@ class Recorder:
         row.swapped_pages = plan.swapped_pages
         row.swap_ns = plan.swap_ns
         row.kv_gather_bytes = gather_bytes
+        if gather_bytes is None and not row.gather_ns:
+            row.gather_ns = None  # there was no such phase
         return row
 
     def end_request(self, request: int) -> None:

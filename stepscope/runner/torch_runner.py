@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from stepscope.engine.plan import Lap, Move, StepPlan
 from stepscope.engine.request import TokenLogprobs
-from stepscope.models.attention import AttentionBatch, BatchBuilder, order_decodes
+from stepscope.models.attention import order_decodes
+from stepscope.models.backends import attention_for
 from stepscope.models.decoder import Decoder
 from stepscope.models.kv_cache import kv_cache
 from stepscope.models.logit_edits import plan_edits
@@ -22,22 +24,37 @@ class Batch:
     plan: StepPlan
     tokens: torch.Tensor
     positions: torch.Tensor
-    attention: AttentionBatch
+    attention: Any  # what the attention backend made of the plan
     draw: Draw | None
     asked: Asked | None = None
     logprobs: torch.Tensor | None = None  # of the rows that asked, once sampled
 
 
 class TorchRunner:
-    """Owns the KV cache; page numbers come from the scheduler's pool."""
+    """Owns the KV cache; page numbers come from the scheduler's pool.
 
-    def __init__(self, decoder: Decoder, pages: int, page_size: int) -> None:
+    The cache has one page more than the pool: what padded rows write goes there.
+    bucket(n): to how many rows a step of n decodes and nothing else is padded; None = not at all.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pages: int,
+        page_size: int,
+        attention: str = "auto",
+        max_context: int | None = None,
+    ) -> None:
+        """attention: auto, gather or paged. max_context: tokens of the longest request at most.
+
+        Raises UsageError for a backend that cannot run on the device of the decoder's weights.
+        """
         self.decoder = decoder
-        weight = decoder.embed
-        self.cache = kv_cache(decoder.spec, pages, page_size, weight.dtype, weight.device)
-        self._local_layers = decoder.spec.local_layers
-        window = decoder.spec.window if self._local_layers else None
-        self._builder = BatchBuilder(page_size, weight.dtype, weight.device, window)
+        spec, weight = decoder.spec, decoder.embed
+        self.cache = kv_cache(spec, pages + 1, page_size, weight.dtype, weight.device)
+        longest = min(max_context or spec.max_context, pages * page_size)
+        self.attention = attention_for(attention, spec, self.cache, pages, longest)
+        self.bucket: Callable[[int], int | None] = lambda n: None
         self._gather_bytes: int | None = None
 
     @property
@@ -53,7 +70,9 @@ class TorchRunner:
     def prepare(self, plan: StepPlan) -> Batch:
         """Orders plan.decodes by context, so that ragged ones pad little."""
         plan.decodes, split = order_decodes(plan.decodes)
+        pad_to = self.bucket(len(plan.decodes)) if plan.decodes and not plan.prefills else None
         slices = plan.slices
+        padding = [0] * ((pad_to or len(slices)) - len(slices))
         tokens = [t for s in slices for t in s.request.tokens[s.start : s.context]]
         positions = [p for s in slices for p in range(s.start, s.context)]
         sampled = [s for s in slices if s.samples]
@@ -63,21 +82,21 @@ class TorchRunner:
         draw = plan_draw(settings, [s.context for s in sampled], spec.vocab, device, edits)
         return Batch(
             plan,
-            torch.tensor(tokens, device=device),
-            torch.tensor(positions, device=device),
-            self._builder.build(plan, split),
+            torch.tensor(tokens + padding, device=device),
+            torch.tensor(positions + padding, device=device),
+            self.attention.build(plan, split, pad_to),
             draw,
             plan_logprobs(settings, spec.vocab, device),
         )
 
     @torch.inference_mode()
     def forward(self, batch: Batch, lap: Lap) -> torch.Tensor:
-        cache, local = self.cache, self._local_layers
-        full = (len(cache.layers) - local) * batch.attention.full.tokens
-        self._gather_bytes = (full + local * batch.attention.local.tokens) * cache.row_bytes
-        logits = self.decoder.forward(batch.tokens, batch.positions, batch.attention, cache, lap)
+        self._gather_bytes = self.attention.gather_bytes(batch.attention)
+        logits = self.decoder.forward(
+            batch.tokens, batch.positions, batch.attention, self.attention, lap
+        )
         batch.plan.expert_reads = self.decoder.expert_reads.count
-        return logits
+        return logits if batch.plan.prefills else logits[: len(batch.plan.decodes)]
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
