@@ -92,6 +92,7 @@ class EngineSection:
     threads: int | None = _count(None, high=4096)
     products: str = _knob("auto", _text, choices=("auto", "plain", "onednn"))
     overlap: bool = _knob(False, _flag)
+    attention: str = _knob("auto", _text, choices=("auto", "gather", "paged"))
     warmup_steps: int = _count(0, low=0, high=1_000_000)
 
     def total_pages(self, bytes_per_token: int) -> int:

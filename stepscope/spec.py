@@ -291,7 +291,7 @@ class TwinPoint:
     batch: int
     context: int
     forward_ns: int
-    gather_ns: int
+    gather_ns: int | None  # None: pages were read in place
     sample_ns: int
     step_ns: int
 

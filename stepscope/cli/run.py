@@ -56,6 +56,10 @@ def run(
     ] = None,
     policy: Policies = None,
     device: Annotated[str, typer.Option(envvar="STEPSCOPE_DEVICE", help="auto or cpu.")] = "auto",
+    attention: Annotated[
+        str | None,
+        typer.Option(help="auto, gather, or paged (reads pages in place; what auto is on CUDA)."),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(envvar="STEPSCOPE_THREADS", min=1, help="CPU threads.")
     ] = None,
@@ -94,6 +98,7 @@ def run(
             "model.name": model,
             "model.dtype": dtype,
             "engine.policy": policy,
+            "engine.attention": attention,
             "engine.threads": threads,
             "engine.overlap": overlap,
             "workload.seed": seed,
@@ -179,6 +184,7 @@ def _run_all(
     """One run per policy, on the same weights and arrivals. Stops after an interrupted one."""
     from stepscope.cli.ceilings import thread_count
     from stepscope.device.ceilings import load_or_measure
+    from stepscope.models.backends import choose_attention
     from stepscope.models.load import load_model
     from stepscope.runner.execute import Job, Watcher, build_decoder, execute, limits_of
     from stepscope.store import slug
@@ -187,6 +193,7 @@ def _run_all(
     threads = thread_count(scenario.engine.threads)
     for policy in policies:  # a mistake in the second shows before the first has run
         limits_of(scenario, policy, 1)
+    choose_attention(scenario.engine.attention, "cpu")
     folders = [slug(policy) for policy in policies]
     if len(set(folders)) < len(folders):
         raise UsageError(f"policies {', '.join(policies)} would share a directory; drop one")

@@ -107,6 +107,8 @@ class Recorder:
         row.graph, row.graph_hit = plan.graph, plan.graph_hit
         row.padded_batch = plan.padded_batch
         row.num_launches, row.num_syncs = plan.launches, plan.syncs
+        if plan.gather_bytes is None and not row.gather_ns:
+            row.gather_ns = None  # there was no such phase
 
     def end_request(self, request: int) -> None:
         """The request ended: its last part is complete."""

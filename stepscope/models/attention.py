@@ -9,15 +9,19 @@ Layers with a sliding window have a view of their own, which gathers no more tha
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
 from stepscope.engine.plan import Slice, StepPlan
+from stepscope.engine.request import Request, Sampling
+from stepscope.records import RequestRecord
 from stepscope.spec import ModelSpec
 
 Product = Callable[..., torch.Tensor]
@@ -66,11 +70,15 @@ class AttentionBatch:
 def attention_product(spec: ModelSpec) -> Product | None:
     """softmax(q k^T x scale + mask) v with the family's own scale or cap; None = torch's own."""
     if spec.attn_softcap is not None:
-        scale = spec.head_dim**-0.5 if spec.query_scale is None else spec.query_scale
-        return partial(_capped_attention, scale=scale, cap=spec.attn_softcap)
+        return partial(_capped_attention, scale=score_scale(spec), cap=spec.attn_softcap)
     if spec.query_scale is not None:
         return partial(F.scaled_dot_product_attention, scale=spec.query_scale)
     return None
+
+
+def score_scale(spec: ModelSpec) -> float:
+    """What q k^T is multiplied by."""
+    return spec.head_dim**-0.5 if spec.query_scale is None else spec.query_scale
 
 
 def _capped_attention(
@@ -143,6 +151,47 @@ def order_decodes(decodes: list[Slice]) -> tuple[list[Slice], int]:
     return ordered, int(cuts[best]) if worthwhile else 0
 
 
+def padded(decodes: list[Slice], pad_to: int | None, trash_page: int) -> list[Slice]:
+    """pad_to decodes: those missing are of one token each, on the trash page."""
+    if pad_to is None or pad_to == len(decodes):
+        return decodes
+    nobody = Request(RequestRecord(id=-1, arrival_ns=0, prompt_tokens=1), [0], Sampling())
+    nobody.pages = array("q", [trash_page])
+    return decodes + [Slice(nobody, 0, 1, "decode", samples=True)] * (pad_to - len(decodes))
+
+
+def slots_of(piece: Slice, begin: int, end: int, page_size: int) -> np.ndarray:
+    """Slots of positions begin..end-1 of the request."""
+    pages = np.frombuffer(piece.request.pages, dtype=np.int64)
+    pages = pages[begin // page_size : -(-end // page_size)]
+    slots = (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
+    skip = begin % page_size
+    return slots[skip : skip + end - begin]
+
+
+def write_slots(slices: list[Slice], page_size: int, device: torch.device) -> torch.Tensor:
+    """Where K and V of the step's tokens go."""
+    slots = [slots_of(s, s.start, s.context, page_size) for s in slices]
+    return to_device(np.concatenate(slots), device)
+
+
+def sampled_rows(plan: StepPlan, device: torch.device) -> torch.Tensor | None:
+    """Token rows whose logits are wanted; None = every row."""
+    if not plan.prefills:
+        return None
+    rows = list(range(len(plan.decodes)))
+    row = len(plan.decodes)
+    for piece in plan.prefills:
+        row += piece.count
+        if piece.samples:
+            rows.append(row - 1)
+    return to_device(np.array(rows, dtype=np.int64), device)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
 class BatchBuilder:
     """Builds the index tensors of a plan whose decodes are ordered as `order_decodes` left them.
 
@@ -150,45 +199,56 @@ class BatchBuilder:
     """
 
     def __init__(
-        self, page_size: int, dtype: torch.dtype, device: torch.device, window: int | None = None
+        self,
+        page_size: int,
+        trash_page: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        window: int | None = None,
     ) -> None:
         self.page_size = page_size
+        self.trash_page = trash_page
         self.dtype = dtype
         self.device = device
         self.window = window
 
-    def build(self, plan: StepPlan, split: int) -> AttentionBatch:
-        writes = [self._slots(s, s.start, s.context) for s in plan.slices]
-        full = self._view(plan, split, None)
-        return AttentionBatch(
-            self._index(np.concatenate(writes)),
-            self._sampled_rows(plan),
-            full,
-            full if self.window is None else self._view(plan, split, self.window),
-        )
+    def build(self, plan: StepPlan, split: int, pad_to: int | None = None) -> AttentionBatch:
+        """pad_to: one group of so many decodes, masked whether or not anything is padded."""
+        decodes = padded(plan.decodes, pad_to, self.trash_page)
+        cuts = [split] if split and pad_to is None else []
+        groups = [decodes[a:b] for a, b in pairwise([0, *cuts, len(decodes)]) if b > a]
+        full = self._view(plan, groups, pad_to is not None, None)
+        local = full
+        if self.window is not None:
+            local = self._view(plan, groups, pad_to is not None, self.window)
+        slots = write_slots(decodes + plan.prefills, self.page_size, self.device)
+        return AttentionBatch(slots, sampled_rows(plan, self.device), full, local)
 
-    def _view(self, plan: StepPlan, split: int, window: int | None) -> ContextView:
+    def _view(
+        self, plan: StepPlan, decodes: list[list[Slice]], masked: bool, window: int | None
+    ) -> ContextView:
         reads: list[np.ndarray] = []
-        count = len(plan.decodes)
-        bounds = [(0, split), (split, count)] if split else [(0, count)] if count else []
-        groups = [self._group(plan.decodes[a:b], a, b, reads, window) for a, b in bounds]
+        groups: list[DecodeGroup] = []
+        row = 0
+        for same in decodes:
+            groups.append(self._group(same, row, reads, masked, window))
+            row += len(same)
         tokens = sum(s.context - _first_seen(s, window) for s in plan.slices)
         chunks: list[PrefillChunk] = []
-        row = count
         for piece in plan.prefills:
             first = _first_seen(piece, window)
-            reads.append(self._slots(piece, first, piece.context))
+            reads.append(slots_of(piece, first, piece.context, self.page_size))
             mask = self._chunk_mask(piece, first, window)
             chunks.append(PrefillChunk(row, row + piece.count, piece.context - first, mask))
             row += piece.count
-        return ContextView(self._index(np.concatenate(reads)), tokens, groups, chunks)
+        return ContextView(to_device(np.concatenate(reads), self.device), tokens, groups, chunks)
 
     def _group(
         self,
         decodes: list[Slice],
         first: int,
-        last: int,
         reads: list[np.ndarray],
+        masked: bool,
         window: int | None,
     ) -> DecodeGroup:
         begins = [_first_seen(s, window) for s in decodes]
@@ -196,15 +256,14 @@ class BatchBuilder:
         longest = lengths[0]
         slots = np.empty((len(decodes), longest), dtype=np.int64)
         for row, piece in enumerate(decodes):
-            own = self._slots(piece, begins[row], piece.context)
+            own = slots_of(piece, begins[row], piece.context, self.page_size)
             slots[row, : lengths[row]] = own
             slots[row, lengths[row] :] = own[0]
         reads.append(slots.reshape(-1))
-        return DecodeGroup(first, last, longest, self._pad_mask(lengths))
+        mask = self._pad_mask(lengths) if masked or lengths[-1] < longest else None
+        return DecodeGroup(first, first + len(decodes), longest, mask)
 
-    def _pad_mask(self, lengths: list[int]) -> torch.Tensor | None:
-        if lengths[-1] == lengths[0]:
-            return None
+    def _pad_mask(self, lengths: list[int]) -> torch.Tensor:
         beyond = np.arange(lengths[0]) >= np.array(lengths)[:, None]
         return self._additive(beyond)[:, None, None, :]
 
@@ -223,25 +282,3 @@ class BatchBuilder:
         mask = torch.zeros(masked.shape, dtype=self.dtype)
         mask.masked_fill_(torch.from_numpy(masked), float("-inf"))
         return mask.to(self.device)
-
-    def _slots(self, piece: Slice, begin: int, end: int) -> np.ndarray:
-        """Slots of positions begin..end-1 of the request."""
-        size = self.page_size
-        pages = np.frombuffer(piece.request.pages, dtype=np.int64)[begin // size : -(-end // size)]
-        slots = (pages[:, None] * size + np.arange(size)).reshape(-1)
-        skip = begin % size
-        return slots[skip : skip + end - begin]
-
-    def _sampled_rows(self, plan: StepPlan) -> torch.Tensor | None:
-        if not plan.prefills:
-            return None
-        rows = list(range(len(plan.decodes)))
-        row = len(plan.decodes)
-        for piece in plan.prefills:
-            row += piece.count
-            if piece.samples:
-                rows.append(row - 1)
-        return self._index(np.array(rows, dtype=np.int64))
-
-    def _index(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

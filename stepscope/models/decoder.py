@@ -15,12 +15,11 @@ import torch
 from torch.nn import functional as F
 
 from stepscope.engine.plan import Lap
-from stepscope.models.attention import AttentionBatch, attend, attention_product
+from stepscope.models.backends import Attention, StepBatch
 from stepscope.models.experts import ACTIVATIONS, GatedMlp, Reads, RoutedExperts
-from stepscope.models.kv_cache import KvCache
 from stepscope.models.linear import Linear
 from stepscope.models.rope import rope_tables
-from stepscope.records import FORWARD, GATHER
+from stepscope.records import FORWARD
 from stepscope.spec import ModelSpec
 
 
@@ -59,9 +58,7 @@ class Decoder:
             _take_layer(spec, weights, i, products, self.expert_reads) for i in range(spec.layers)
         ]
         self.full_rope, self.local_rope = rope_tables(spec, self.embed.dtype)
-        self.heads_width = spec.heads * spec.head_dim
         self.rotated_width = (spec.heads + spec.kv_heads) * spec.head_dim
-        self._product = attention_product(spec)
         self._embed_scale: float | None = None
         if spec.scale_embeddings:  # rounded to the weights' dtype, as Gemma was trained
             self._embed_scale = torch.tensor(spec.hidden**0.5, dtype=self.embed.dtype).item()
@@ -70,8 +67,8 @@ class Decoder:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        batch: AttentionBatch,
-        cache: KvCache,
+        batch: StepBatch,
+        attention: Attention,
         lap: Lap,
     ) -> torch.Tensor:
         """Logits (B, vocab) of the sampled rows, for tokens and positions (T,)."""
@@ -83,16 +80,11 @@ class Decoder:
         self.expert_reads.count = None
         x = self._embedded(tokens)
         for index, layer in enumerate(self.layers):
-            view, angles = (batch.local, local) if layer.local else (batch.full, full)
             qkv = layer.qkv(F.rms_norm(x, size, layer.attn_norm, eps))
             if layer.qkv_bias is not None:
                 qkv += layer.qkv_bias
-            self._rotate(qkv, layer.qk_norm, *angles)
-            cache.write(index, batch.write_slots, qkv[:, self.heads_width :])
-            lap(FORWARD)
-            context = cache.gather(index, view.read_slots)
-            lap(GATHER)
-            y = layer.o(attend(spec, qkv[:, : self.heads_width], context, view, self._product))
+            self._rotate(qkv, layer.qk_norm, *(local if layer.local else full))
+            y = layer.o(attention(index, layer.local, qkv, batch, lap))
             if layer.post_attn_norm is not None:
                 y = F.rms_norm(y, size, layer.post_attn_norm, eps)
             x = x + y
@@ -134,7 +126,7 @@ class Decoder:
         rolled = both.roll(spec.head_dim // 2, -1)
         both.mul_(cos).addcmul_(rolled, sin)
 
-    def _logits(self, x: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def _logits(self, x: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         if batch.sampled_rows is not None:
             x = x.index_select(0, batch.sampled_rows)
         logits = self.head(F.rms_norm(x, (self.spec.hidden,), self.final_norm, self.spec.norm_eps))

@@ -43,11 +43,13 @@ class KvCache:
     ) -> None:
         self.row = 2 * spec.kv_heads * spec.head_dim
         self.page_size = page_size
+        self.computed = dtype
         slots = pages * page_size
         self.layers = [
             torch.zeros(slots, self.row, dtype=stored or dtype, device=device)
             for _ in range(spec.layers)
         ]
+        self.scales: list[torch.Tensor] = []  # of stored codes, a layer each
         self._scratch = torch.empty(0, self.row, dtype=dtype, device=device)
         self._host: list[torch.Tensor] = []
 

@@ -181,10 +181,12 @@ def execute(job: Job, watcher: Watcher) -> Path:
     limits = limits_of(scenario, job.policy, spec.max_context)
     torch.set_num_threads(job.threads)
     pool = _pool(job)
-    runner = TorchRunner(job.decoder, pool.total, pool.page_size)
+    runner = TorchRunner(
+        job.decoder, pool.total, pool.page_size, scenario.engine.attention, limits.max_context
+    )
     watcher.on_phase("measuring the dispatch floor")
     ceilings = _with_twin(job, limits.max_seqs, pool.page_size)
-    meta = _meta(job, limits, ceilings, pool.total)
+    meta = _meta(job, limits, ceilings, pool.total, runner.attention.name)
     directory = job.directory or job.root / meta.run_id
     _warm_up(runner, pool, limits)
     replay = Replay(scenario.requests, job.tokenizer, spec.vocab)
@@ -272,14 +274,18 @@ def _with_twin(job: Job, max_seqs: int, page_size: int) -> Ceilings | None:
         return None
     spec, products = job.decoder.spec, job.decoder.products
     most = min(max_seqs, len(job.scenario.requests))
-    points = measure_twin(spec, twin_batches(most), products, page_size=page_size)
+    attention = job.scenario.engine.attention
+    points = measure_twin(
+        spec, twin_batches(most), products, page_size=page_size, attention=attention
+    )
     return replace(job.ceilings, twin=tuple(points))
 
 
 def _note_drift(job: Job, meta: RunMeta, ceilings: Ceilings | None, session: _Session) -> None:
     if ceilings is None or session.watcher.interrupted:
         return
-    ratio = drift(job.decoder.spec, ceilings, job.decoder.products)
+    attention = job.scenario.engine.attention
+    ratio = drift(job.decoder.spec, ceilings, job.decoder.products, attention=attention)
     meta.ceilings = ceilings.to_dict()
     meta.ceilings["extra"] = {**ceilings.extra, "twin_after_over_before": ratio}
     if abs(ratio - 1) > DRIFT_TOLD:
@@ -296,9 +302,12 @@ def _warm_up(runner: TorchRunner, pool: PagePool, limits: Limits) -> None:
     steps(runner, decode_plan(1, tokens, pool.page_size), 3)
 
 
-def _meta(job: Job, limits: Limits, ceilings: Ceilings | None, pages: int) -> RunMeta:
+def _meta(
+    job: Job, limits: Limits, ceilings: Ceilings | None, pages: int, attention: str
+) -> RunMeta:
     scenario, spec = job.scenario, job.decoder.spec
     slo = {"ttft_ms": scenario.slo.ttft_ms, "itl_ms": scenario.slo.itl_ms}
+    lapped = spec.layers if attention == "gather" else 0
     return RunMeta(
         run_id=new_run_id(scenario.name, job.policy),
         label=job.policy,
@@ -322,6 +331,7 @@ def _meta(job: Job, limits: Limits, ceilings: Ceilings | None, pages: int) -> Ru
             "graphs": "eager",
             "overlap": scenario.engine.overlap,
             "products": job.decoder.products,
+            "attention": attention,
         },
         command=job.command,
         seed=scenario.workload.seed,
@@ -334,8 +344,8 @@ def _meta(job: Job, limits: Limits, ceilings: Ceilings | None, pages: int) -> Ru
             "timelines": 2 if scenario.engine.overlap else 1,
         },
         recorder={
-            "ns_per_step": round(cost_per_step_ns(spec.layers)),
-            "laps_per_step": 10 + 2 * spec.layers,
+            "ns_per_step": round(cost_per_step_ns(lapped)),
+            "laps_per_step": 10 + 2 * lapped,
         },
         basis={**BASIS, **(OVERLAP_BASIS if scenario.engine.overlap else {})},
         versions=versions(),

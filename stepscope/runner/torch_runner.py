@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from stepscope.engine.plan import Lap, Move, Slice, StepPlan
 from stepscope.engine.request import Request, TokenLogprobs
-from stepscope.models.attention import AttentionBatch, BatchBuilder, order_decodes
+from stepscope.models.attention import order_decodes
+from stepscope.models.backends import attention_for
 from stepscope.models.decoder import Decoder
 from stepscope.models.kv_cache import kv_cache
 from stepscope.models.logit_edits import plan_edits
@@ -22,7 +24,7 @@ class Batch:
     plan: StepPlan
     tokens: torch.Tensor
     positions: torch.Tensor
-    attention: AttentionBatch
+    attention: Any  # what the attention backend made of the plan
     draw: Draw | None
     pending: tuple[torch.Tensor, torch.Tensor] | None = None  # rows, and places in the last ids
     asked: Asked | None = None
@@ -30,15 +32,30 @@ class Batch:
 
 
 class TorchRunner:
-    """Owns the KV cache; page numbers come from the scheduler's pool."""
+    """Owns the KV cache; page numbers come from the scheduler's pool.
 
-    def __init__(self, decoder: Decoder, pages: int, page_size: int) -> None:
+    The cache has one page more than the pool: what padded rows write goes there.
+    bucket(n): to how many rows a step of n decodes and nothing else is padded; None = not at all.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pages: int,
+        page_size: int,
+        attention: str = "auto",
+        max_context: int | None = None,
+    ) -> None:
+        """attention: auto, gather or paged. max_context: tokens of the longest request at most.
+
+        Raises UsageError for a backend that cannot run on the device of the decoder's weights.
+        """
         self.decoder = decoder
-        weight = decoder.embed
-        self.cache = kv_cache(decoder.spec, pages, page_size, weight.dtype, weight.device)
-        self._local_layers = decoder.spec.local_layers
-        window = decoder.spec.window if self._local_layers else None
-        self._builder = BatchBuilder(page_size, weight.dtype, weight.device, window)
+        spec, weight = decoder.spec, decoder.embed
+        self.cache = kv_cache(spec, pages + 1, page_size, weight.dtype, weight.device)
+        longest = min(max_context or spec.max_context, pages * page_size)
+        self.attention = attention_for(attention, spec, self.cache, pages, longest)
+        self.bucket: Callable[[int], int | None] = lambda n: None
         self._places: dict[Request, int] = {}  # where the last step's ids are each request's
         self._ids = torch.empty(0, dtype=torch.int64, device=weight.device)
 
@@ -50,7 +67,9 @@ class TorchRunner:
     def prepare(self, plan: StepPlan) -> Batch:
         """Orders plan.decodes by context, so that ragged ones pad little."""
         plan.decodes, split = order_decodes(plan.decodes)
+        pad_to = self.bucket(len(plan.decodes)) if plan.decodes and not plan.prefills else None
         slices = plan.slices
+        padding = [0] * ((pad_to or len(slices)) - len(slices))
         positions = [p for s in slices for p in range(s.start, s.context)]
         tokens, pending = self._tokens(slices)
         sampled = [s for s in slices if s.samples]
@@ -59,12 +78,12 @@ class TorchRunner:
         spec, device = self.decoder.spec, self.decoder.embed.device
         edits = plan_edits([s.request for s in sampled], spec.vocab, spec.eos_ids, device)
         draw = plan_draw(settings, [s.context for s in sampled], spec.vocab, device, edits)
-        attention = self._builder.build(plan, split)
-        plan.graph, plan.gather_bytes = "eager", self._gather_bytes(attention)
+        attention = self.attention.build(plan, split, pad_to)
+        plan.graph, plan.gather_bytes = "eager", self.attention.gather_bytes(attention)
         return Batch(
             plan,
-            torch.tensor(tokens, device=device),
-            torch.tensor(positions, device=device),
+            torch.tensor(tokens + padding, device=device),
+            torch.tensor(positions + padding, device=device),
             attention,
             draw,
             pending,
@@ -88,21 +107,16 @@ class TorchRunner:
             return tokens, None
         return tokens, (torch.tensor(rows), torch.tensor(places))
 
-    def _gather_bytes(self, attention: AttentionBatch) -> int:
-        """Context bytes to assemble, over all layers, padding not counted."""
-        cache, local = self.cache, self._local_layers
-        full = (len(cache.layers) - local) * attention.full.tokens
-        return (full + local * attention.local.tokens) * cache.row_bytes
-
     @torch.inference_mode()
     def forward(self, batch: Batch, lap: Lap) -> torch.Tensor:
         if batch.pending is not None:  # a failed row's id is -1: whatever follows is not used
             rows, places = batch.pending
             batch.tokens[rows] = self._ids[places].clamp_min_(0)
-        cache = self.cache
-        logits = self.decoder.forward(batch.tokens, batch.positions, batch.attention, cache, lap)
+        logits = self.decoder.forward(
+            batch.tokens, batch.positions, batch.attention, self.attention, lap
+        )
         batch.plan.expert_reads = self.decoder.expert_reads.count
-        return logits
+        return logits if batch.plan.prefills else logits[: len(batch.plan.decodes)]
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:

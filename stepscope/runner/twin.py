@@ -40,11 +40,13 @@ def twin_batches(most: int) -> list[int]:
     return batches if batches[-1] == most else [*batches, most]
 
 
-def twin_runner(spec: ModelSpec, products: str, tokens: int, page_size: int) -> TorchRunner:
+def twin_runner(
+    spec: ModelSpec, products: str, tokens: int, page_size: int, attention: str = "auto"
+) -> TorchRunner:
     """A runner of the twin whose cache holds so many tokens."""
     small = twin_spec(spec)
     decoder = Decoder(small, random_weights(small, small.dtype, seed=0), products)
-    return TorchRunner(decoder, -(-tokens // page_size), page_size)
+    return TorchRunner(decoder, -(-tokens // page_size), page_size, attention)
 
 
 def measure_twin(
@@ -54,11 +56,12 @@ def measure_twin(
     contexts: Sequence[int] = CONTEXTS,
     page_size: int = 16,
     progress: Callable[[str], None] = lambda text: None,
+    attention: str = "auto",
 ) -> list[TwinPoint]:
     """Median phases of decode steps at each batch and context (both capped by the model)."""
     fitting = sorted({min(c, spec.max_context) for c in contexts})
     most = max(batches) * (fitting[-1] + page_size)
-    runner = twin_runner(spec, products, most, page_size)
+    runner = twin_runner(spec, products, most, page_size, attention)
     points = []
     for context in fitting:
         for batch in batches:
@@ -67,11 +70,17 @@ def measure_twin(
     return points
 
 
-def drift(spec: ModelSpec, ceilings: Ceilings, products: str, page_size: int = 16) -> float:
+def drift(
+    spec: ModelSpec,
+    ceilings: Ceilings,
+    products: str,
+    page_size: int = 16,
+    attention: str = "auto",
+) -> float:
     """The dispatch floor now over the one in `ceilings`, at its smallest batch and context."""
     before = min(ceilings.twin, key=lambda p: (p.context, p.batch))
     tokens = before.batch * (before.context + page_size)
-    runner = twin_runner(spec, products, tokens, page_size)
+    runner = twin_runner(spec, products, tokens, page_size, attention)
     now = _point(runner, before.batch, before.context, page_size)
     return now.forward_ns / before.forward_ns
 
@@ -83,11 +92,13 @@ def _point(runner: TorchRunner, batch: int, context: int, page_size: int) -> Twi
     def typical(values: list[int]) -> int:
         return round(median(values) or 0)
 
+    gathers = [r.gather_ns for r in timed if r.gather_ns is not None]
+
     return TwinPoint(
         batch,
         context,
         forward_ns=typical([r.forward_ns or 0 for r in timed]),
-        gather_ns=typical([r.gather_ns or 0 for r in timed]),
+        gather_ns=typical(gathers) if gathers else None,
         sample_ns=typical([r.sample_ns or 0 for r in timed]),
         step_ns=typical([r.wall_ns for r in timed]),
     )
