@@ -65,6 +65,11 @@ class Anchor:
     uncertainty_ns: int
 
 
+def clock_timeline(now: Callable[[], int]) -> Timeline:
+    """Of a thread on the host, whose marks are readings of the run's clock."""
+    return Timeline(ClockMarks(now), Anchor(0, 0, 0))
+
+
 def anchor(marks: Marks, now: Callable[[], int]) -> Anchor:
     """Waits for an idle device a few times; the shortest wait tells best when the mark was.
 

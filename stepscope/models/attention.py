@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from stepscope.engine.plan import Slice, StepPlan
 from stepscope.engine.request import Request, Sampling
+from stepscope.models.transfer import moved, to_device
 from stepscope.records import RequestRecord
 from stepscope.spec import ModelSpec
 
@@ -188,10 +189,6 @@ def sampled_rows(plan: StepPlan, device: torch.device) -> torch.Tensor | None:
     return to_device(np.array(rows, dtype=np.int64), device)
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-
 class BatchBuilder:
     """Builds the index tensors of a plan whose decodes are ordered as `order_decodes` left them.
 
@@ -281,4 +278,4 @@ class BatchBuilder:
     def _additive(self, masked: np.ndarray) -> torch.Tensor:
         mask = torch.zeros(masked.shape, dtype=self.dtype)
         mask.masked_fill_(torch.from_numpy(masked), float("-inf"))
-        return mask.to(self.device)
+        return moved(mask, self.device)

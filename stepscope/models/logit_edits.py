@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from stepscope.engine.request import Request, Sampling
+from stepscope.models.transfer import to_device
 
 
 @dataclass(slots=True)
@@ -64,7 +65,7 @@ def plan_edits(
     ]
 
     def tensor(values: np.ndarray | list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=dtype).to(device)
+        return to_device(values, device, dtype)
 
     return Edits(
         rows,

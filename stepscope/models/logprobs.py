@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from stepscope.engine.request import Sampling, TokenLogprobs
+from stepscope.models.transfer import to_device
 
 LEAST = -9999.0  # stands for -inf, which JSON has no word for; vLLM's server says the same
 
@@ -26,7 +27,8 @@ def plan_logprobs(settings: Sequence[Sampling], vocab: int, device: torch.device
     wanted = [(i, min(s.logprobs, vocab)) for i, s in enumerate(settings) if s.logprobs is not None]
     if not wanted:
         return None
-    return Asked(torch.tensor([i for i, _ in wanted], device=device), [n for _, n in wanted])
+    rows = to_device([i for i, _ in wanted], device, torch.int64)
+    return Asked(rows, [n for _, n in wanted])
 
 
 def logprobs_of(logits: torch.Tensor, ids: torch.Tensor, asked: Asked) -> torch.Tensor:

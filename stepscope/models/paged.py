@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from stepscope.engine.plan import Lap, Slice, StepPlan
-from stepscope.models.attention import padded, sampled_rows, score_scale, to_device, write_slots
+from stepscope.models.attention import padded, sampled_rows, score_scale, write_slots
 from stepscope.models.kv_cache import KvCache
+from stepscope.models.transfer import to_device
 from stepscope.spec import ModelSpec
 
 # Parts into which the context of a decode is split, so that few requests still fill the device:

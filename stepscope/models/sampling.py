@@ -16,6 +16,7 @@ import torch
 
 from stepscope.engine.request import Sampling
 from stepscope.models.logit_edits import Edits
+from stepscope.models.transfer import to_device
 
 # Most nuclei are short: look for them among the largest logits before sorting a vocabulary.
 SHORTLIST = 256
@@ -71,11 +72,11 @@ def plan_draw(
     chosen = [settings[i] for i in rows]
 
     def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+        return to_device(values, device, dtype)[:, None]
 
     draws = uniforms([s.seed for s in chosen], [positions[i] for i in rows])
     return Draw(
-        rows=torch.tensor(rows, dtype=torch.int64, device=device),
+        rows=to_device(rows, device, torch.int64),
         temperature=column([max(s.temperature, COLDEST) for s in chosen], torch.float32),
         top_k=column([min(s.top_k, vocab) or vocab for s in chosen], torch.int64),
         top_p=column([s.top_p if s.top_p < 1 else 2.0 for s in chosen], torch.float32),
@@ -95,7 +96,7 @@ def _shared(
     pairs = [(i, place[row]) for i, row in enumerate(rows) if row in place]
     if not pairs:
         return None
-    drawn, edited = torch.tensor(pairs, device=device).unbind(1)
+    drawn, edited = to_device(np.array(pairs), device).unbind(1)
     return drawn, edited
 
 
@@ -134,7 +135,8 @@ def _drawn(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
     untouched = ((draw.top_k == vocab) & (draw.top_p >= 1) & (draw.min_p <= 0)).squeeze(-1)
     values, order = probs.topk(min(SHORTLIST, vocab), dim=-1)
     picked, complete = _truncated(values, order, draw, vocab)
-    if not bool((complete | untouched).all()):  # a nucleus wider than the shortlist
+    # On a GPU looking at the shortlist's success would be a synchronisation; sorting is cheap.
+    if probs.is_cuda or not bool((complete | untouched).all()):
         values, order = probs.sort(dim=-1, descending=True)
         full, _ = _truncated(values, order, draw, vocab)
         picked = torch.where(complete, picked, full)

@@ -21,8 +21,10 @@ from stepscope.device.host import (
     usable_cpus,
     versions,
 )
+from stepscope.device.timeline import clock_timeline
 from stepscope.engine.kv import PagePool
 from stepscope.engine.loop import Engine, Output
+from stepscope.engine.plan import Runner
 from stepscope.engine.policies import limits_in, policy_for, settings_of
 from stepscope.engine.prefix import prefix_cache
 from stepscope.engine.recorder import Recorder, cost_per_step_ns
@@ -192,7 +194,7 @@ def execute(job: Job, watcher: Watcher) -> Path:
     replay = Replay(scenario.requests, job.tokenizer, spec.vocab)
     with RunWriter.create(directory, meta, job.force) as writer:
         clock = HostClock()
-        computing = ThreadedRunner(runner, clock.now) if scenario.engine.overlap else runner
+        computing = _computing(runner, scenario.engine.overlap, clock)
         load = ForeignLoad(clock.now)
         with GcEvents(clock=clock.now) as gc_events:
             recorder = Recorder(clock.now, scenario.engine.warmup_steps)
@@ -231,6 +233,13 @@ def execute(job: Job, watcher: Watcher) -> Path:
         _note_drift(job, meta, ceilings, session)
         writer.meta(meta)
     return directory
+
+
+def _computing(runner: TorchRunner, overlap: bool, clock: HostClock) -> Runner:
+    if not overlap:
+        return runner
+    runner.timeline = clock_timeline(clock.now)
+    return ThreadedRunner(runner)
 
 
 def _pool(job: Job) -> PagePool:

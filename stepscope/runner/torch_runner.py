@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from stepscope.device.timeline import Spans, Timeline
 from stepscope.engine.plan import Lap, Move, Slice, StepPlan
 from stepscope.engine.request import Request, TokenLogprobs
 from stepscope.models.attention import order_decodes
@@ -17,6 +18,8 @@ from stepscope.models.kv_cache import kv_cache
 from stepscope.models.logit_edits import plan_edits
 from stepscope.models.logprobs import Asked, logprobs_of, plan_logprobs, unpack_logprobs
 from stepscope.models.sampling import Draw, plan_draw, sample
+from stepscope.models.transfer import Download, download, on_host, to_device
+from stepscope.records import D2H_WAIT, FORWARD, SAMPLE
 
 
 @dataclass(slots=True)
@@ -28,14 +31,27 @@ class Batch:
     draw: Draw | None
     pending: tuple[torch.Tensor, torch.Tensor] | None = None  # rows, and places in the last ids
     asked: Asked | None = None
-    logprobs: torch.Tensor | None = None  # of the rows that asked, once sampled
+    logprobs: torch.Tensor | Download | None = None  # of the rows that asked, once sampled
+    spans: Spans | None = None
+    padded: bool = False
+
+
+class DecodeGraphs(Protocol):
+    """Steps that only decode, at fixed batch sizes (buckets), in few launches."""
+
+    kind: str  # compile or cuda
+
+    def bucket(self, n: int) -> int | None:
+        """The size that a step of n decodes is padded to; None = too many."""
+
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
+        """Logits (bucket, vocab), valid until the next step."""
 
 
 class TorchRunner:
     """Owns the KV cache; page numbers come from the scheduler's pool.
 
     The cache has one page more than the pool: what padded rows write goes there.
-    bucket(n): to how many rows a step of n decodes and nothing else is padded; None = not at all.
     """
 
     def __init__(
@@ -55,7 +71,8 @@ class TorchRunner:
         self.cache = kv_cache(spec, pages + 1, page_size, weight.dtype, weight.device)
         longest = min(max_context or spec.max_context, pages * page_size)
         self.attention = attention_for(attention, spec, self.cache, pages, longest)
-        self.bucket: Callable[[int], int | None] = lambda n: None
+        self.graphs: DecodeGraphs | None = None
+        self.timeline: Timeline | None = None  # of a device that works by itself
         self._places: dict[Request, int] = {}  # where the last step's ids are each request's
         self._ids = torch.empty(0, dtype=torch.int64, device=weight.device)
 
@@ -67,7 +84,7 @@ class TorchRunner:
     def prepare(self, plan: StepPlan) -> Batch:
         """Orders plan.decodes by context, so that ragged ones pad little."""
         plan.decodes, split = order_decodes(plan.decodes)
-        pad_to = self.bucket(len(plan.decodes)) if plan.decodes and not plan.prefills else None
+        pad_to = self._bucket(plan)
         slices = plan.slices
         padding = [0] * ((pad_to or len(slices)) - len(slices))
         positions = [p for s in slices for p in range(s.start, s.context)]
@@ -79,16 +96,37 @@ class TorchRunner:
         edits = plan_edits([s.request for s in sampled], spec.vocab, spec.eos_ids, device)
         draw = plan_draw(settings, [s.context for s in sampled], spec.vocab, device, edits)
         attention = self.attention.build(plan, split, pad_to)
-        plan.graph, plan.gather_bytes = "eager", self.attention.gather_bytes(attention)
+        spans = self._tell(plan, attention, pad_to)
         return Batch(
             plan,
-            torch.tensor(tokens + padding, device=device),
-            torch.tensor(positions + padding, device=device),
+            to_device(tokens + padding, device, torch.int64),
+            to_device(positions + padding, device, torch.int64),
             attention,
             draw,
             pending,
             plan_logprobs(settings, spec.vocab, device),
+            spans=spans,
+            padded=pad_to is not None,
         )
+
+    def _bucket(self, plan: StepPlan) -> int | None:
+        """To how many rows a step that only decodes is padded; None = it runs as it is."""
+        if self.graphs is None or plan.prefills:
+            return None
+        return self.graphs.bucket(len(plan.decodes))
+
+    def _tell(self, plan: StepPlan, attention: Any, pad_to: int | None) -> Spans | None:
+        """How the step is launched, for its record, and what will say when the device did it."""
+        plan.gather_bytes = self.attention.gather_bytes(attention)
+        plan.graph, plan.padded_batch, plan.graph_hit = "eager", pad_to, None
+        if self.graphs is not None:
+            plan.graph_hit = int(pad_to is not None)
+            plan.graph = self.graphs.kind if pad_to is not None else "eager"
+        if self.timeline is None:
+            return None
+        spans = plan.spans = self.timeline.step()
+        plan.syncs = 1 + (self.decoder.spec.layers if self.decoder.spec.experts else 0)
+        return spans
 
     def _tokens(
         self, slices: Sequence[Slice]
@@ -105,31 +143,59 @@ class TorchRunner:
                 tokens.append(0)
         if not rows:
             return tokens, None
-        return tokens, (torch.tensor(rows), torch.tensor(places))
+        device = self.decoder.embed.device
+        return tokens, (
+            to_device(rows, device, torch.int64),
+            to_device(places, device, torch.int64),
+        )
 
     @torch.inference_mode()
     def forward(self, batch: Batch, lap: Lap) -> torch.Tensor:
+        spans = batch.spans
+        if spans is None:
+            return self._logits(batch, lap)
+        spans.begin()
+
+        def both(phase: int) -> None:
+            lap(phase)
+            spans.mark(phase)
+
+        logits = self._logits(batch, both)
+        spans.expert_reads = batch.plan.expert_reads
+        return logits
+
+    def _logits(self, batch: Batch, lap: Lap) -> torch.Tensor:
         if batch.pending is not None:  # a failed row's id is -1: whatever follows is not used
             rows, places = batch.pending
-            batch.tokens[rows] = self._ids[places].clamp_min_(0)
-        logits = self.decoder.forward(
-            batch.tokens, batch.positions, batch.attention, self.attention, lap
-        )
+            batch.tokens.index_copy_(0, rows, self._ids.index_select(0, places).clamp_min_(0))
+        inputs = batch.tokens, batch.positions, batch.attention
+        if batch.padded and self.graphs is not None:
+            logits = self.graphs.run(*inputs)
+            lap(FORWARD)
+        else:
+            logits = self.decoder.forward(*inputs, self.attention, lap)
         batch.plan.expert_reads = self.decoder.expert_reads.count
         return logits if batch.plan.prefills else logits[: len(batch.plan.decodes)]
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor | Download:
         ids = self._ids = sample(logits, batch.draw)
-        if batch.asked is not None:
-            batch.logprobs = logprobs_of(logits, ids, batch.asked)
-        return ids
+        logprobs = None if batch.asked is None else logprobs_of(logits, ids, batch.asked)
+        if batch.spans is not None:
+            batch.spans.mark(SAMPLE)
+        if logprobs is not None:
+            batch.logprobs = download(logprobs)
+        sampled = download(ids)
+        if batch.spans is not None:
+            batch.spans.mark(D2H_WAIT)
+            batch.spans.end()
+        return sampled
 
-    def fetch(self, sampled: torch.Tensor) -> list[int]:
-        ids: list[int] = sampled.tolist()
+    def fetch(self, sampled: torch.Tensor | Download) -> list[int]:
+        ids: list[int] = on_host(sampled).tolist()
         return ids
 
     def logprobs(self, batch: Batch) -> list[TokenLogprobs]:
         if batch.asked is None or batch.logprobs is None:
             return []
-        return unpack_logprobs(batch.logprobs, batch.asked)
+        return unpack_logprobs(on_host(batch.logprobs), batch.asked)

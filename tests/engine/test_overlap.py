@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from stepscope.device.timeline import clock_timeline
 from stepscope.engine.scheduler import Limits
 from stepscope.runner.threaded import ThreadedRunner
 from stepscope.runner.torch_runner import TorchRunner
@@ -28,7 +29,8 @@ SCARCE = 320 // 16
 
 
 def threaded(runner: Any) -> ThreadedRunner:
-    return ThreadedRunner(runner, time.monotonic_ns)
+    getattr(runner, "inner", runner).timeline = clock_timeline(time.monotonic_ns)
+    return ThreadedRunner(runner)
 
 
 @pytest.mark.parametrize("thread", [False, True], ids=["same-thread", "own-thread"])
@@ -103,7 +105,7 @@ def test_the_thread_is_the_device_of_the_run() -> None:
         parts = (row.dev_forward_ns, row.dev_gather_ns, row.dev_sample_ns)
         assert all(part is not None and part > 0 for part in parts)
         span = (row.dev_end_ns or 0) - (row.dev_begin_ns or 0)
-        assert sum(part or 0 for part in parts) == span
+        assert 0.5 * span < sum(part or 0 for part in parts) <= span
         assert row.num_syncs == 1
     begins = [row.dev_begin_ns or 0 for row in rows]
     assert begins == sorted(begins)
