@@ -25,22 +25,22 @@ STATIC = ["first", "splits", "table_stride", "window"]  # one kernel whatever th
 
 
 @triton.jit(do_not_specialize=STATIC)  # type: ignore[untyped-decorator]
-def _attend(
-    qkv: Any,
-    cache: Any,
-    scales: Any,
-    page_table: Any,
-    context_lens: Any,
-    query_starts: Any,
-    out: Any,
-    maxima: Any,
-    sums: Any,
-    first: Any,
-    splits: Any,
-    table_stride: Any,
-    window: Any,
-    scale: Any,
-    cap: Any,
+def _attend(  # type: ignore[no-untyped-def]
+    qkv,
+    cache,
+    scales,
+    page_table,
+    context_lens,
+    query_starts,
+    out,
+    maxima,
+    sums,
+    first,
+    splits,
+    table_stride,
+    window,
+    scale,
+    cap,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
@@ -131,17 +131,17 @@ def _attend(
         tl.store(out + (place * HEAD)[:, None] + dim[None, :], acc, mask=q_mask)
     else:
         o_at = (begin + token).to(tl.int64) * (GROUP * KV_HEADS * HEAD) + head * HEAD
-        acc = acc / total[:, None]
+        acc = acc / tl.where(valid, total, 1.0)[:, None]
         tl.store(out + o_at[:, None] + dim[None, :], acc.to(out.dtype.element_ty), mask=q_mask)
 
 
 @triton.jit(do_not_specialize=["splits"])  # type: ignore[untyped-decorator]
-def _combine(
-    parts: Any,
-    maxima: Any,
-    sums: Any,
-    out: Any,
-    splits: Any,
+def _combine(  # type: ignore[no-untyped-def]
+    parts,
+    maxima,
+    sums,
+    out,
+    splits,
     HEAD: tl.constexpr,
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,

@@ -121,6 +121,18 @@ def test_the_cache_takes_the_bytes_it_was_given(
     assert meta(run)["model"]["kv_dtype"] == {"auto": "fp32"}.get(kv_dtype, kv_dtype)
 
 
+def test_how_attention_is_done_is_chosen_recorded_and_listed(
+    stepscope: Call, tmp_path: Path, tiny: Path
+) -> None:
+    assert meta(ran(stepscope, tmp_path, "auto", tiny))["engine"]["attention"] == "gather"
+    chosen = meta(ran(stepscope, tmp_path, "given", tiny, "--attention", "gather"))
+    assert chosen["engine"]["attention"] == chosen["workload"]["engine.attention"] == "gather"
+    listed = stepscope("run", tiny, "--attention", "paged", "--dry-run").out
+    assert "engine.attention             paged" in listed and "flag" in listed
+    refused = stepscope("run", tiny, "--attention", "paged", "--no-ceilings")
+    assert refused.code == 2 and "use --attention gather" in " ".join(refused.err.split())
+
+
 @pytest.mark.parametrize(
     "change,says",
     [
@@ -129,6 +141,8 @@ def test_the_cache_takes_the_bytes_it_was_given(
         ("engine.prefix_cache=hsah", "did you mean hash"),
         ("engine.preemption=drop", "choose recompute or swap"),
         ("engine.kv_dtype=int4", "engine.kv_dtype"),
+        ("engine.attention=pagd", "did you mean paged"),
+        ("engine.attention=paged", "does not run on cpu; use --attention gather"),
     ],
 )
 def test_bad_settings_are_a_sentence(stepscope: Call, tiny: Path, change: str, says: str) -> None:

@@ -177,5 +177,11 @@ def test_importing_needs_no_torch(module: str) -> None:
     assert loaded_by(f"import {module}").isdisjoint(HEAVY)
 
 
+def test_triton_is_left_alone_until_its_kernel_is_asked_for() -> None:
+    code = "import stepscope.runner.execute, stepscope.models.paged"
+    loaded = loaded_by(code)
+    assert "torch" in loaded and "triton" not in loaded
+
+
 def test_loading_would_be_seen() -> None:
     assert "numpy" in loaded_by("import numpy")
