@@ -96,6 +96,7 @@ class ModelSpec:
     experts: int = 0  # 0 = one dense MLP
     experts_per_token: int = 0
     renormalize: bool = True  # the chosen experts' weights sum to 1
+    source: str = ""  # hub id and commit; empty for files on disk and random weights
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

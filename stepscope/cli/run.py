@@ -39,7 +39,9 @@ ScenarioName = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option(envvar="STEPSCOPE_MODEL", help="Name, file.gguf, directory or dummy:NAME."),
+    typer.Option(
+        envvar="STEPSCOPE_MODEL", help="Name, file.gguf, directory, hub id ORG/NAME or dummy:NAME."
+    ),
 ]
 Policies = Annotated[
     list[str] | None,
@@ -188,7 +190,11 @@ def _run_all(
         raise UsageError(f"policies {', '.join(policies)} would share a directory; drop one")
     section = scenario.model
     model = load_model(
-        section.name, section.dtype, overrides=section.dimensions or None, progress=status.show
+        section.name,
+        section.dtype,
+        overrides=section.dimensions or None,
+        progress=status.show,
+        told=status.say,
     )
     status.clear()
     for sentence in model.notes:

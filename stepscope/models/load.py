@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from stepscope.models.dummy import dummy_spec, random_weights
 from stepscope.models.fetch import fetch
 from stepscope.models.gguf_model import GgufModel
 from stepscope.models.hf_dir import HfModel
+from stepscope.models.hub import HUB_PREFIX, HubCopy, HubId, fetch_hub, hub_id
 from stepscope.models.packed import Int8Weight
 from stepscope.models.quantize import LOOKED_UP
 from stepscope.models.tensors import WEIGHT_DTYPES, assemble, with_byte_counts
@@ -43,11 +44,13 @@ def load_model(
     overrides: dict[str, int] | None = None,
     seed: int = 0,
     progress: Say | None = None,
+    told: Say | None = None,
 ) -> LoadedModel:
-    """Load a catalogue name, a .gguf file, a Hugging Face directory, or `dummy:NAME`.
+    """Load a catalogue name, a .gguf file, a Hugging Face directory, a hub id, or `dummy:NAME`.
 
     `dtype` is fp32, bf16, auto (bf16), or of the weights alone int8, int4, int4-g64, int4-g128
-    (models/quantize.py). `overrides` and `seed` shape a dummy's random weights.
+    (models/quantize.py). `overrides` and `seed` shape a dummy's random weights. progress is
+    told often how far it is, told once what takes long (a download).
     Raises UsageError for what is not known or supported, StepscopeError for damaged files and for
     weights that do not fit in memory.
     """
@@ -62,10 +65,10 @@ def load_model(
             f"The shape of {name} cannot be overridden, as it has real weights; use a dummy model"
             " such as dummy:llama."
         )
-    source = _open(name, progress)
+    source, notes = _open(name, progress, told)
     _check_vocabulary(source)
     weights = assemble(source, kind, progress)
-    notes = quantization_notes(weights, kind, source)
+    notes += quantization_notes(weights, kind, source)
     spec = with_byte_counts(source.spec, weights, kind)
     return LoadedModel(spec, weights, source.tokenizer, notes)
 
@@ -103,17 +106,36 @@ def _dtype(dtype: str) -> str:
     return kind
 
 
-def _open(name: str, progress: Say | None) -> GgufModel | HfModel:
+def _open(
+    name: str, progress: Say | None, told: Say | None
+) -> tuple[GgufModel | HfModel, tuple[str, ...]]:
+    """The model on disk, and what is to be said about how it came there."""
     if name in CATALOGUE:
-        return GgufModel(fetch(name, _bytes_told(name, progress)), name)
+        return GgufModel(fetch(name, _bytes_told(name, progress)), name), ()
     path = Path(name).expanduser()
     if path.is_dir():
-        return HfModel(path)
+        return HfModel(path), ()
     if path.is_file():
-        return GgufModel(path, path.stem)
-    if path.suffix == ".gguf" or "/" in name:
+        return GgufModel(path, path.stem), ()
+    wanted = hub_id(name)
+    if wanted is not None:
+        copy = fetch_hub(wanted, progress, told)
+        return _from_hub(wanted, copy), copy.notes
+    if path.suffix == ".gguf" or "/" in name or name.startswith(HUB_PREFIX):
         raise UsageError(f"There is no model file or directory {path}; check the path.")
     raise unknown_model(name)
+
+
+def _from_hub(wanted: HubId, copy: HubCopy) -> GgufModel | HfModel:
+    source: GgufModel | HfModel
+    if wanted.file is None:
+        source = HfModel(copy.path)
+        name = wanted.repo  # the directory is called by its commit
+    else:
+        name = Path(wanted.file).stem
+        source = GgufModel(copy.path, name)
+    source.spec = replace(source.spec, name=name, source=copy.source)
+    return source
 
 
 def _check_vocabulary(source: GgufModel | HfModel) -> None:
