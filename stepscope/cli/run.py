@@ -54,7 +54,10 @@ def run(
     prompt: Annotated[str | None, typer.Option(help="Run one prompt and show its inside.")] = None,
     model: Model = None,
     dtype: Annotated[
-        str | None, typer.Option(envvar="STEPSCOPE_DTYPE", help="auto, fp32, bf16, int8 or int4.")
+        str | None,
+        typer.Option(
+            envvar="STEPSCOPE_DTYPE", help="auto, fp32, bf16, int8, int4, or fp8 on a GPU."
+        ),
     ] = None,
     policy: Policies = None,
     device: Annotated[str, typer.Option(envvar="STEPSCOPE_DEVICE", help="auto or cpu.")] = "auto",
