@@ -10,9 +10,11 @@ from stepscope.stats import interpolate
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 KV_DTYPES = (*ELEMENT_BYTES, "int8")
-# Weight-only formats: bf16 activations; int8 has a scale per row, int4 scale and zero per group.
+# Weight-only formats: bf16 activations; int8 and fp8 have a scale per row, int4 scale and zero per
+# group. fp8 (e4m3) is for GPUs that multiply it.
 INT4_GROUPS = {"int4": 32, "int4-g64": 64, "int4-g128": 128}
-QUANTIZED = ("int8", *INT4_GROUPS)
+FP8 = "fp8"
+QUANTIZED = ("int8", FP8, *INT4_GROUPS)
 
 
 def compute_dtype(dtype: str) -> str:
@@ -20,16 +22,23 @@ def compute_dtype(dtype: str) -> str:
     return "bf16" if dtype in QUANTIZED else dtype
 
 
+def product_dtype(dtype: str) -> str:
+    """What most products are computed in, whose measured rate is their ceiling."""
+    return FP8 if dtype == FP8 else compute_dtype(dtype)
+
+
 def matrix_bytes(parameters: int, dtype: str) -> int:
-    """Bytes of matrices that nobody has loaded; an int8 row's 2-byte scale is left out."""
+    """Bytes of matrices that nobody has loaded; the scale of an int8 or fp8 row is left out."""
     if dtype in INT4_GROUPS:
         return parameters // 2 + 4 * parameters // INT4_GROUPS[dtype]
-    return parameters * (1 if dtype == "int8" else ELEMENT_BYTES[dtype])
+    return parameters * (1 if dtype in ("int8", FP8) else ELEMENT_BYTES[dtype])
 
 
 def head_bytes(spec: ModelSpec) -> int:
-    """Bytes of the output head, which only a step that samples reads; int8 under int4."""
+    """Bytes of the output head, which only a step that samples reads; int8 under int4, bf16 under
+    fp8."""
     dtype = "int8" if spec.dtype in INT4_GROUPS else spec.dtype
+    dtype = compute_dtype(dtype) if dtype == FP8 else dtype
     return matrix_bytes(spec.head_params, dtype) if spec.head_bytes is None else spec.head_bytes
 
 
@@ -96,6 +105,7 @@ class ModelSpec:
     experts: int = 0  # 0 = one dense MLP
     experts_per_token: int = 0
     renormalize: bool = True  # the chosen experts' weights sum to 1
+    source: str = ""  # hub id and commit; empty for files on disk and random weights
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,10 +9,10 @@ from stepscope.spec import (
     Ceilings,
     ModelSpec,
     attention_flops,
-    compute_dtype,
     head_bytes,
     linear_flops,
     prefill_pairs,
+    product_dtype,
     step_kv_bytes,
     windowed_decode_tokens,
     windowed_pairs,
@@ -58,7 +58,7 @@ class CostModel:
     def __init__(self, spec: ModelSpec, ceilings: Ceilings | None, dtype: str) -> None:
         self.spec = spec
         self.ceilings = ceilings
-        self.gemm_flops = ceilings.gemm_flops.get(compute_dtype(dtype)) if ceilings else None
+        self.gemm_flops = ceilings.gemm_flops.get(product_dtype(dtype)) if ceilings else None
         self._twin: dict[tuple[int, int], float | None] = {}
 
     def of(self, row: StepRecord) -> StepCost:

@@ -42,7 +42,7 @@ def ceilings(
     from stepscope.runner.twin import measure_twin
 
     status = StatusLine()
-    loaded = load_model(model, dtype, progress=status.show)
+    loaded = load_model(model, dtype, progress=status.show, told=status.say)
     count = thread_count(threads)
     measured = load_or_measure(
         loaded.spec,

@@ -17,21 +17,28 @@ def register(app: typer.Typer) -> None:
 
 
 def fetch(
-    name: Annotated[str, typer.Argument(help="A name from `stepscope models list`.")],
+    name: Annotated[
+        str, typer.Argument(help="A name from `stepscope models list`, or a hub id ORG/NAME.")
+    ],
     verify: Annotated[
         bool, typer.Option("--verify", help="Check the sha256 of a cached file.")
     ] = False,
 ) -> None:
     """Fetch a model, check it, and put it into the cache."""
     from stepscope.models.fetch import fetch as fetch_model
+    from stepscope.models.hub import fetch_hub, hub_id
     from stepscope.text import size
 
     status = StatusLine()
-    path = fetch_model(
-        name,
-        lambda done, total: status.show(f"fetching {name}: {size(done)} of {size(total)}"),
-        verify=verify,
-    )
+    wanted = hub_id(name)
+    if wanted is not None:
+        path = fetch_hub(wanted, status.show, status.say).path
+    else:
+        path = fetch_model(
+            name,
+            lambda done, total: status.show(f"fetching {name}: {size(done)} of {size(total)}"),
+            verify=verify,
+        )
     status.clear()
     print(path)
     note(f"next: stepscope run scenarios/quickstart.toml --model {name}")

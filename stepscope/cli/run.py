@@ -39,7 +39,9 @@ ScenarioName = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option(envvar="STEPSCOPE_MODEL", help="Name, file.gguf, directory or dummy:NAME."),
+    typer.Option(
+        envvar="STEPSCOPE_MODEL", help="Name, file.gguf, directory, hub id ORG/NAME or dummy:NAME."
+    ),
 ]
 Policies = Annotated[
     list[str] | None,
@@ -52,7 +54,10 @@ def run(
     prompt: Annotated[str | None, typer.Option(help="Run one prompt and show its inside.")] = None,
     model: Model = None,
     dtype: Annotated[
-        str | None, typer.Option(envvar="STEPSCOPE_DTYPE", help="auto, fp32, bf16, int8 or int4.")
+        str | None,
+        typer.Option(
+            envvar="STEPSCOPE_DTYPE", help="auto, fp32, bf16, int8, int4, or fp8 on a GPU."
+        ),
     ] = None,
     policy: Policies = None,
     device: Annotated[str, typer.Option(envvar="STEPSCOPE_DEVICE", help="auto or cpu.")] = "auto",
@@ -199,7 +204,11 @@ def _run_all(
         raise UsageError(f"policies {', '.join(policies)} would share a directory; drop one")
     section = scenario.model
     model = load_model(
-        section.name, section.dtype, overrides=section.dimensions or None, progress=status.show
+        section.name,
+        section.dtype,
+        overrides=section.dimensions or None,
+        progress=status.show,
+        told=status.say,
     )
     status.clear()
     for sentence in model.notes:

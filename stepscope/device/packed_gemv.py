@@ -1,4 +1,7 @@
-"""Matrix-vector products straight from int8 and int4 codes, at the model's own shapes."""
+"""Matrix-vector products straight from int8 and int4 codes, at the model's own shapes.
+
+fp8 has none here: it is not for CPUs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from stepscope.device.ceilings import Call, Plan, Rate, best_rate, gemv_shapes, interleaved_ns
-from stepscope.spec import INT4_GROUPS, ModelSpec, matrix_bytes
+from stepscope.spec import FP8, INT4_GROUPS, ModelSpec, matrix_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +27,8 @@ def packed_gemv_rates(spec: ModelSpec, plan: Plan) -> dict[str, Rate]:
     """
     import torch
 
+    if spec.dtype == FP8:
+        return {}
     group = INT4_GROUPS.get(spec.dtype)
     shapes = [shape for shape in gemv_shapes(spec) if _fits(*shape, group)]
     most = max((rows * cols for _, rows, cols in shapes), default=0)

@@ -59,5 +59,5 @@ def unknown_model(name: str) -> UsageError:
     near = get_close_matches(name.lower(), CATALOGUE, n=3, cutoff=0.4) or sorted(CATALOGUE)
     return UsageError(
         f"There is no model '{name}' in the catalogue; the nearest are {listing(near)}, and a path"
-        " to a .gguf file, a model's directory or dummy:NAME work too."
+        " to a .gguf file, a model's directory, a hub id ORG/NAME or dummy:NAME work too."
     )

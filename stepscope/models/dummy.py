@@ -15,6 +15,7 @@ from stepscope.errors import UsageError
 from stepscope.models.packed import quantized
 from stepscope.models.quantize import weight_format
 from stepscope.models.tensors import (
+    CPU,
     DIMENSIONS,
     TORCH_DTYPES,
     check_memory,
@@ -74,22 +75,26 @@ def dummy_spec(name: str, overrides: dict[str, int]) -> ModelSpec:
 
 
 def random_weights(
-    spec: ModelSpec, dtype: str, seed: int, progress: Callable[[str], None] | None = None
+    spec: ModelSpec,
+    dtype: str,
+    seed: int,
+    progress: Callable[[str], None] | None = None,
+    device: torch.device = CPU,
 ) -> dict[str, torch.Tensor]:
     """Canonical weights, normal with standard deviation 0.02, norms 1; the same for a seed.
 
-    Drawing billions of numbers takes minutes, so a block of 4 million is drawn and repeated.
+    They are drawn on the device, and another kind of device draws other numbers. Drawing billions
+    takes minutes, so a block of 4 million is drawn and repeated.
     Raises StepscopeError before allocating if they do not fit in memory.
     """
     plan = tensor_plan(spec)
-    check_memory(spec.name, plan, dtype)
-    block = torch.empty(BLOCK).normal_(0, SPREAD, generator=torch.Generator().manual_seed(seed))
+    check_memory(spec.name, plan, dtype, device)
     floats = TORCH_DTYPES[compute_dtype(dtype)]
-    block = block.to(floats)
+    block = _normal(seed, device).to(floats)
     weights: dict[str, Any] = {}
     at = 0
     for done, (name, parts) in enumerate(plan.items(), start=1):
-        tensor = torch.empty(stacked_shape(parts), dtype=floats)
+        tensor = torch.empty(stacked_shape(parts), dtype=floats, device=device)
         if name.endswith("_norm"):
             tensor.fill_(1.0)
         else:
@@ -99,6 +104,11 @@ def random_weights(
         if progress:
             progress(f"Making {spec.name}: {done} of {plural(len(plan), 'tensor')}")
     return weights
+
+
+def _normal(seed: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.empty(BLOCK, device=device).normal_(0, SPREAD, generator=generator)
 
 
 def _fill_from(block: torch.Tensor, at: int, values: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -74,6 +75,10 @@ class GgufModel:
     def holds(self, kind: str) -> bool:
         """Whether any tensor is of this GGUF type."""
         return any(entry.kind.name == kind for entry in self.file.tensors.values())
+
+    def holds_only(self, kinds: Collection[str]) -> bool:
+        """Whether every tensor is of one of these GGUF types."""
+        return all(entry.kind.name in kinds for entry in self.file.tensors.values())
 
     def codes4(self, part: str, shape: Shape) -> Codes4 | None:
         """The codes of a Q4_0 or Q4_1 tensor as they are, in groups of 32; else None."""

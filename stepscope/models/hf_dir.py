@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,18 +143,27 @@ def _opened(file: Path) -> Any:
         ) from None
 
 
+def weight_names(names: Sequence[str]) -> list[str]:
+    """Of a directory's files those with the weights: one, the index of several, or any."""
+    for name in (SINGLE, INDEX):
+        if name in names:
+            return [name]
+    return sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+
+
+def shards_of(path: Path) -> list[str]:
+    """The files that the directory's index names."""
+    shards = json_object(path / INDEX).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
+        raise StepscopeError(f"{path / INDEX} has no weight_map; download it again.")
+    return [Path(shard).name for shard in sorted(set(shards.values()))]
+
+
 def _weight_files(path: Path) -> list[Path]:
-    if (path / SINGLE).is_file():
-        return [path / SINGLE]
-    if (path / INDEX).is_file():
-        shards = json_object(path / INDEX).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
-            raise StepscopeError(f"{path / INDEX} has no weight_map; download it again.")
-        return [path / Path(shard).name for shard in sorted(set(shards.values()))]
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
+    names = weight_names([file.name for file in path.iterdir() if file.is_file()])
+    if not names:
         raise UsageError(
             f"{path} holds no .safetensors files, and no other weights are read; convert the model"
             " to safetensors or use a .gguf file."
         )
-    return files
+    return [path / name for name in (shards_of(path) if names == [INDEX] else names)]

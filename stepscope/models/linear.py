@@ -6,7 +6,7 @@ it is the other way round, so `choose_products` measures rather than assumes.
 
 Quantized weights (models/packed.py) are multiplied from their codes up to some number of rows and
 turned into bf16 above; `packed int8=4 int4=64` says up to how many for each format. With `plain`
-they are always turned into bf16.
+they are always turned into bf16. Those in fp8 have one product, whatever is said here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from stepscope.errors import UsageError
 from stepscope.models.packed import QuantizedWeight, is_quantized
+from stepscope.spec import FP8
 
 PRODUCTS = ("plain", "onednn")
 # Rows for which oneDNN lays the weights out: good from 1 to 32 in every case that was measured.
@@ -87,6 +88,8 @@ def choose_products(weights: Sequence[Any]) -> str:
     quantized ones, for each format: up to how many rows the product from codes is the faster one.
     """
     packed = [w for w in weights if is_quantized(w)]
+    if any(w.form == FP8 for w in packed):
+        return "plain"  # there is one product only
     if packed:
         forms = sorted({w.form for w in packed})
         limits = {f: _packed_limit([w for w in packed if w.form == f]) for f in forms}

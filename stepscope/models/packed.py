@@ -3,13 +3,16 @@
 For few rows torch multiplies straight from the codes; for many that is slower than turning them
 into bf16 and multiplying, matrix by matrix, in memory that is given back at once and mostly stays
 in a cache. From how many rows is measured (models/linear.py), since it depends on the CPU.
+
+fp8 is for CUDA devices (torch._scaled_mm with a scale per row on both sides); int8 and int4 are for
+CPUs, since torch's products for CUDA take other layouts.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch.nn import functional as F
@@ -19,11 +22,16 @@ from stepscope.models.quantize import (
     MIDDLE,
     Codes4,
     Codes8,
+    Codes8Float,
     group_of,
     quantize4,
     quantize8,
+    quantize_fp8,
+    rows_to_fp8,
 )
+from stepscope.spec import FP8, QUANTIZED
 
+FP8_CAPABILITY = (8, 9)  # the first that multiplies fp8: Ada, then Hopper
 INT8_INPUTS = 16  # torch's int8 product reads past the end of rows that are no multiple of this
 UNPACKED_ELEMENTS = 1 << 21  # bf16 values made at a time: 4 MiB
 # Rows per block of the packed int4 layout, and whether a byte's two rows are half a block apart or
@@ -48,10 +56,34 @@ class QuantizedWeight(Protocol):
     def multiply(self, x: torch.Tensor, packed_rows: int) -> torch.Tensor:
         """(T, in) -> (T, out), from the codes directly up to so many rows."""
 
+    def to(self, device: torch.device | str) -> QuantizedWeight: ...
+
+
+def check_device(dtype: str, device: torch.device) -> None:
+    """UsageError if weights in this dtype cannot be multiplied on this device."""
+    if dtype != FP8:
+        if dtype in QUANTIZED and device.type != "cpu":
+            raise UsageError(
+                f"{dtype} weights are for the CPU only; choose bf16 on {device.type}, or fp8 on a"
+                " GPU that multiplies it (compute capability 8.9 or higher)."
+            )
+        return
+    if device.type != "cuda":
+        raise UsageError(
+            f"fp8 weights are for CUDA GPUs and not for {device.type}; choose int8 or int4 here."
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        raise UsageError(
+            f"fp8 products need a GPU of compute capability 8.9 or higher and this one has"
+            f" {capability[0]}.{capability[1]}; choose bf16."
+        )
+
 
 class _OnCpu:
-    """What both formats share."""
+    """What int8 and int4 share."""
 
+    form: str
     shape: torch.Size
     dtype = torch.bfloat16
     device = torch.device("cpu")
@@ -59,10 +91,9 @@ class _OnCpu:
     def dim(self) -> int:
         return len(self.shape)
 
-    def to(self, device: torch.device | str) -> _OnCpu:
+    def to(self, device: torch.device | str) -> Self:
         """Raises UsageError for anything but the CPU."""
-        if torch.device(device).type != "cpu":
-            raise UsageError("Quantized weights are for the CPU only; choose bf16 on this device.")
+        check_device(self.form, torch.device(device))
         return self
 
 
@@ -142,15 +173,50 @@ class Int4Weight(_OnCpu):
         return codes
 
 
-def quantized(weight: torch.Tensor, form: str) -> Int8Weight | Int4Weight:
+class Fp8Weight:
+    """[out, in] in e4m3; an activation's rows get scales of their own at each product."""
+
+    form = FP8
+    dtype = torch.bfloat16
+    __slots__ = ("codes", "scales", "shape")
+
+    def __init__(self, stored: Codes8Float) -> None:
+        self.codes, self.scales = stored.codes, stored.scales
+        self.shape = stored.codes.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def to(self, device: torch.device | str) -> Fp8Weight:
+        return Fp8Weight(Codes8Float(self.codes.to(device), self.scales.to(device)))
+
+    def multiply(self, x: torch.Tensor, packed_rows: int) -> torch.Tensor:
+        """By the same product for any number of rows."""
+        codes, scales = rows_to_fp8(x.contiguous())
+        return torch._scaled_mm(
+            codes, self.codes.t(), scale_a=scales, scale_b=self.scales[None], out_dtype=self.dtype
+        )
+
+
+def quantized(weight: torch.Tensor, form: str) -> Int8Weight | Int4Weight | Fp8Weight:
     """A float matrix in one of the quantized forms."""
+    if form == FP8:
+        return Fp8Weight(quantize_fp8(weight))
     if form == "int8":
         return Int8Weight(quantize8(weight))
     return Int4Weight(quantize4(weight, group_of(weight.shape[1], form)), form)
 
 
 def is_quantized(weight: object) -> bool:
-    return isinstance(weight, Int8Weight | Int4Weight)
+    return isinstance(weight, Int8Weight | Int4Weight | Fp8Weight)
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:

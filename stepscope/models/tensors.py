@@ -30,20 +30,23 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 
 from stepscope.errors import StepscopeError, UsageError
-from stepscope.models.packed import Int4Weight, Int8Weight
+from stepscope.models.packed import Fp8Weight, Int4Weight, Int8Weight
 from stepscope.models.quantize import (
     Codes4,
     Codes8,
+    Codes8Float,
     group_of,
     quantize4,
     quantize8,
+    quantize_fp8,
     stored_bytes,
     weight_format,
 )
-from stepscope.spec import QUANTIZED, ModelSpec, RopeScaling, compute_dtype
+from stepscope.spec import FP8, QUANTIZED, ModelSpec, RopeScaling, compute_dtype
 from stepscope.text import listing, plural, size
 
-AnyCodes = TypeVar("AnyCodes", Codes4, Codes8)
+AnyCodes = TypeVar("AnyCodes", Codes4, Codes8, Codes8Float)
+CPU = torch.device("cpu")
 Shape = tuple[int, ...]
 Part = tuple[str, Shape]
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -131,22 +134,30 @@ def stacked_shape(parts: tuple[Part, ...]) -> Shape:
 
 
 def assemble(
-    source: WeightSource, dtype: str, progress: Callable[[str], None] | None = None
+    source: WeightSource,
+    dtype: str,
+    progress: Callable[[str], None] | None = None,
+    device: torch.device = CPU,
 ) -> dict[str, torch.Tensor]:
     """Copy every tensor once, part by part, into its place in the canonical weights.
 
+    Each goes to the device as soon as it is whole, so that the host never holds more than one.
     Raises StepscopeError if the file's tensors are not exactly those of the spec, or if the
     weights do not fit in memory.
     """
     check_shape(source.spec)
     plan = tensor_plan(source.spec)
     _check_inventory(source, plan)
-    check_memory(source.label, plan, dtype)
+    check_memory(source.label, plan, dtype, device)
     weights: dict[str, Any] = {}  # tensors, and QuantizedWeights where the dtype asks for them
     for done, (name, parts) in enumerate(plan.items(), start=1):
         form = weight_format(name, stacked_shape(parts), dtype)
-        load = _quantized if form in QUANTIZED else _stacked
-        weights[name] = load(source, parts, form)
+        if form == FP8:
+            weights[name] = _fp8(source, parts, device)
+        elif form in QUANTIZED:
+            weights[name] = _quantized(source, parts, form).to(device)
+        else:
+            weights[name] = _stacked(source, parts, form).to(device)
         if progress:
             progress(f"Loading {source.label}: {done} of {plural(len(plan), 'tensor')}")
     return weights
@@ -173,6 +184,16 @@ def _quantized(source: WeightSource, parts: tuple[Part, ...], form: str) -> Int8
         torch.cat([getattr(p, field) for p in pieces]) for field in ("codes", "scales", "zeros")
     )
     return Int4Weight(Codes4(*joined), form)
+
+
+def _fp8(source: WeightSource, parts: tuple[Part, ...], device: torch.device) -> Fp8Weight:
+    """Part by part as above; a GPU turns them into codes itself, as it is the faster one."""
+    rows = [
+        _finite(source, part, quantize_fp8(_floats(source, part, shape).to(device)))
+        for part, shape in parts
+    ]
+    codes = torch.cat([r.codes for r in rows])
+    return Fp8Weight(Codes8Float(codes, torch.cat([r.scales for r in rows])))
 
 
 def _codes4(source: WeightSource, part: str, shape: Shape, form: str) -> Codes4:
@@ -281,22 +302,31 @@ def plan_bytes(plan: dict[str, tuple[Part, ...]], dtype: str) -> int:
     return sum(stored_bytes(s, weight_format(name, s, dtype)) for name, s in shapes.items())
 
 
-def check_memory(label: str, plan: dict[str, tuple[Part, ...]], dtype: str) -> None:
+def check_memory(
+    label: str, plan: dict[str, tuple[Part, ...]], dtype: str, device: torch.device = CPU
+) -> None:
     """StepscopeError, before anything is allocated, if the weights exceed the free memory."""
     check_free(
         f"The weights of {label} in {dtype}",
         plan_bytes(plan, dtype),
         "choose a smaller model or a smaller dtype",
+        device,
     )
 
 
-def check_free(what: str, needed: int, remedy: str) -> None:
+def check_free(what: str, needed: int, remedy: str, device: torch.device = CPU) -> None:
     """StepscopeError if so many bytes are not free. What is unknown is not refused."""
-    free = available_memory()
+    free = available_memory() if device.type == "cpu" else _device_memory(device)
     if free is not None and needed > free:
+        where = "memory" if device.type == "cpu" else f"the memory of {device}"
         raise StepscopeError(
-            f"{what} take {size(needed)} and {size(free)} of memory is free; {remedy}."
+            f"{what} take {size(needed)} and {size(free)} of {where} is free; {remedy}."
         )
+
+
+def _device_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a GPU; what torch itself holds in reserve is not counted."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
 def available_memory() -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,22 @@ from tests.engine.harness import Observed, same_text, small_decoder
 from tests.engine.test_forward import Bench, close, last, outcome, prefilled, whole
 
 CONTEXTS = [9, 130, 17]
+
+
+class Padded:
+    """No graph at all: the padded step runs as it is."""
+
+    kind = "cuda"
+
+    def __init__(self, runner: TorchRunner, bucket: int | None) -> None:
+        self.runner, self._bucket = runner, bucket
+
+    def bucket(self, n: int) -> int | None:
+        return self._bucket
+
+    def run(self, tokens: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
+        attention = self.runner.attention
+        return self.runner.decoder.forward(tokens, positions, batch, attention, lambda phase: None)
 
 
 @pytest.fixture(scope="module", params=["all", "windowed"])
@@ -30,7 +47,7 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 def bench(decoder: Decoder, bucket: int | None) -> tuple[Bench, list[Request]]:
     made = Bench(decoder)
     running = prefilled(made, CONTEXTS)
-    made.runner.bucket = lambda n: bucket
+    made.runner.graphs = Padded(made.runner, bucket)
     return made, running
 
 
@@ -90,7 +107,7 @@ def test_a_full_bucket_of_equal_contexts_has_a_mask_too(decoder: Decoder) -> Non
     running = prefilled(made, [30, 30], first=50)
     batch = made.runner.prepare(StepPlan(decodes=[last(r) for r in running]))
     assert [g.mask is not None for g in batch.attention.full.groups] == [True]
-    made.runner.bucket = lambda n: None
+    made.runner.graphs = None
     batch = made.runner.prepare(StepPlan(decodes=[last(r) for r in running]))
     assert [g.mask is not None for g in batch.attention.full.groups] == [False]
 
@@ -113,7 +130,7 @@ def test_the_text_is_the_same(decoder: Decoder, monkeypatch: pytest.MonkeyPatch)
     prepare = Observed.prepare
 
     def padding(self: Observed, plan: StepPlan) -> object:
-        self.inner.bucket = lambda n: 8
+        self.inner.graphs = Padded(self.inner, 8)
         return prepare(self, plan)
 
     monkeypatch.setattr(Observed, "prepare", padding)
