@@ -57,7 +57,7 @@ class Decoder:
         self.layers = [
             _take_layer(spec, weights, i, products, self.expert_reads) for i in range(spec.layers)
         ]
-        self.full_rope, self.local_rope = rope_tables(spec, self.embed.dtype)
+        self.full_rope, self.local_rope = rope_tables(spec, self.embed.dtype, self.embed.device)
         self.rotated_width = (spec.heads + spec.kv_heads) * spec.head_dim
         self._embed_scale: float | None = None
         if spec.scale_embeddings:  # rounded to the weights' dtype, as Gemma was trained

@@ -80,16 +80,19 @@ class KvCache:
                 together = list(same)
                 sources = self._slots([move.source for move in together])
                 targets = self._slots([move.target for move in together])
-                (self._to_host if kind == "out" else self._from_host)(sources, targets)
+                if kind == "out":
+                    self._grow_host((1 + max(move.target for move in together)) * self.page_size)
+                    self._to_host(sources, targets)
+                else:
+                    self._from_host(sources, targets)
 
     def _copy_rows(self, move: Move) -> None:
         source, target = move.source * self.page_size, move.target * self.page_size
         for rows in self._stores():
             rows[target : target + move.rows] = rows[source : source + move.rows]
 
-    def _to_host(self, slots: torch.Tensor, places: torch.Tensor) -> None:
+    def _grow_host(self, needed: int) -> None:
         """Host memory grows to the highest place that was ever taken."""
-        needed = int(places.max()) + 1
         stores = self._stores()
         if not self._host:
             self._host = [torch.empty(0, *rows.shape[1:], dtype=rows.dtype) for rows in stores]
@@ -98,7 +101,10 @@ class KvCache:
             if held.shape[0] < needed:
                 grown = held.new_empty(max(needed, 2 * held.shape[0]), *held.shape[1:])
                 grown[: held.shape[0]] = held
-                held = self._host[index] = grown
+                self._host[index] = grown
+
+    def _to_host(self, slots: torch.Tensor, places: torch.Tensor) -> None:
+        for rows, held in zip(self._stores(), self._host, strict=True):
             held[places] = rows[slots.to(rows.device)].cpu()
 
     def _from_host(self, places: torch.Tensor, slots: torch.Tensor) -> None:

@@ -18,16 +18,20 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 SCALINGS = ("linear", "llama3", "yarn")  # that a configuration may name
 
 
-def rope_tables(spec: ModelSpec, dtype: torch.dtype) -> tuple[Tables, Tables]:
+def rope_tables(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[Tables, Tables]:
     """(cos, signed sin) of full layers and of local ones; one and the same where they agree."""
-    full = _tables(spec, spec.rope_theta, spec.rope, dtype)
+    full = _tables(spec, spec.rope_theta, spec.rope, dtype, device)
     if spec.local_rope_theta is None or not spec.local_layers:
         return full, full
-    return full, _tables(spec, spec.local_rope_theta, None, dtype)
+    return full, _tables(spec, spec.local_rope_theta, None, dtype, device)
 
 
 def _tables(
-    spec: ModelSpec, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
+    spec: ModelSpec,
+    theta: float,
+    scaling: RopeScaling | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tables:
     """(max_context, head_dim) each, angles in float32 as transformers does.
 
@@ -41,7 +45,7 @@ def _tables(
     size = attention_factor(scaling)
     cos = torch.cat((angles.cos(), angles.cos()), -1) * size
     sin = torch.cat((angles.sin(), angles.sin()), -1) * (sign * size)
-    return cos.to(dtype), sin.to(dtype)
+    return cos.to(dtype).to(device), sin.to(dtype).to(device)
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
