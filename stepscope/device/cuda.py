@@ -1,0 +1,110 @@
+"""The one place that asks CUDA: events as marks, what the GPU is, how often a step launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stepscope.device.timeline import Timeline, anchor
+from stepscope.errors import UsageError
+
+# What the host calls to hand work to the device (CUDA runtime and driver, as CUPTI names them).
+LAUNCH_CALLS = (
+    "cudaLaunchKernel",
+    "cudaLaunchCooperativeKernel",
+    "cuLaunchKernel",
+    "cudaGraphLaunch",
+    "cudaMemcpyAsync",
+    "cudaMemsetAsync",
+)
+
+
+def cuda_available() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def choose_device(wanted: str) -> str:
+    """cpu or cuda for auto, cpu or cuda. Raises UsageError for anything else or without a GPU."""
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"there is no device '{wanted}'; choose auto, cpu or cuda")
+    if wanted == "cpu":
+        return wanted
+    found = cuda_available()
+    if wanted == "cuda" and not found:
+        raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    return "cuda" if found else "cpu"
+
+
+class CudaMarks:
+    """Events with timing, used again when they were read."""
+
+    def __init__(self, make: Callable[[], Any] | None = None) -> None:
+        """make: a new event; None = torch's."""
+        self._make = make or _new_event
+        self._pool: list[Any] = []
+
+    def record(self) -> Any:
+        event = self._pool.pop() if self._pool else self._make()
+        event.record()
+        return event
+
+    def reached(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+    def wait(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def between_ns(self, earlier: Any, later: Any) -> int:
+        return round(float(earlier.elapsed_time(later)) * 1e6)  # it says milliseconds
+
+    def reuse(self, mark: Any) -> None:
+        self._pool.append(mark)
+
+
+def _new_event() -> Any:
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def cuda_timeline(now: Callable[[], int]) -> tuple[Timeline, int]:
+    """The current GPU's timeline in the clock's nanoseconds, and how far the two may be apart."""
+    marks = CudaMarks()
+    start = anchor(marks, now)
+    return Timeline(marks, start), start.uncertainty_ns
+
+
+def describe_gpu() -> dict[str, Any]:
+    """Name, compute capability, processors, memory (bytes), caches, CUDA and driver versions."""
+    import torch
+
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "processors": found.multi_processor_count,
+        "gpu_memory_bytes": found.total_memory,
+        "l2_bytes": getattr(found, "L2_cache_size", None),
+        "cuda": torch.version.cuda,
+        "uuid": str(getattr(found, "uuid", "")) or None,
+    }
+
+
+def count_launches(call: Callable[[], object]) -> int | None:
+    """Kernels, copies and graphs that one call hands to the device; None where CUPTI is missing.
+
+    The profiler slows the call down, so this is done beside the run and never in it.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            call()
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return None
+    count = sum(e.count for e in seen.key_averages() if e.key.startswith(LAUNCH_CALLS))
+    return count or None
