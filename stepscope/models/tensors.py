@@ -49,7 +49,7 @@ AnyCodes = TypeVar("AnyCodes", Codes4, Codes8, Codes8Float)
 CPU = torch.device("cpu")
 Shape = tuple[int, ...]
 Part = tuple[str, Shape]
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_DTYPES = (*TORCH_DTYPES, *QUANTIZED)
 DIMENSIONS = (
     *("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context"),

@@ -69,6 +69,7 @@ class Job:
     root: Path  # of runs, when no directory is given
     directory: Path | None = None
     force: bool = False
+    notes: tuple[str, ...] = ()  # on the model, made while it was loaded
 
 
 @dataclass
@@ -331,4 +332,5 @@ def _meta(job: Job, limits: Limits, ceilings: Ceilings | None, pages: int) -> Ru
         },
         basis=dict(BASIS),
         versions=versions(),
+        notes=list(job.notes),
     )
