@@ -86,6 +86,7 @@ class EngineSection:
     kv_dtype: str = _knob("auto", _text, choices=("auto", *KV_DTYPES))
     prefix_cache: str = _knob("off", _text, choices=("off", "hash", "radix"))
     preemption: str = _knob("recompute", _text, choices=("recompute", "swap"))
+    swap_tokens: int | None = _count(None, low=0, high=1_000_000_000)  # None: half of what is free
     max_seqs: int = _count(16, high=65_536)
     token_budget: int = _count(512)
     chunk: int | None = _count(None)

@@ -14,7 +14,8 @@ from stepscope.models.dummy import dummy_spec, random_weights
 from stepscope.models.fetch import fetch
 from stepscope.models.gguf_model import GgufModel
 from stepscope.models.hf_dir import HfModel
-from stepscope.models.hub import HUB_PREFIX, HubCopy, HubId, fetch_hub, hub_id
+from stepscope.models.hub import HubCopy, fetch_hub, hub_id
+from stepscope.models.hub_errors import HUB_PREFIX, HubId
 from stepscope.models.packed import Int8Weight, check_device
 from stepscope.models.quantize import LOOKED_UP
 from stepscope.models.tensors import WEIGHT_DTYPES, assemble, with_byte_counts

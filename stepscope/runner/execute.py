@@ -36,6 +36,7 @@ from stepscope.models.tokenizer import TextTokenizer
 from stepscope.records import RunMeta, Sample, StepRecord
 from stepscope.runner.probe import decode_plan, prefill_plan, steps
 from stepscope.runner.replay import Replay, TokenText
+from stepscope.runner.swap import swap_pages, unswapped_notes
 from stepscope.runner.torch_runner import TorchRunner
 from stepscope.runner.twin import drift, measure_twin, twin_batches
 from stepscope.scenario import Scenario
@@ -179,10 +180,14 @@ def execute(job: Job, watcher: Watcher) -> Path:
     limits = limits_of(scenario, job.policy, spec.max_context)
     torch.set_num_threads(job.threads)
     pool = _pool(job)
+    swapping = scenario.engine.preemption == "swap"
+    page_bytes = spec.kv_bytes_per_token * pool.page_size
+    places = swap_pages(scenario.engine, pool, page_bytes) if swapping else None
     runner = TorchRunner(job.decoder, pool.total, pool.page_size)
     watcher.on_phase("measuring the dispatch floor")
     ceilings = _with_twin(job, limits.max_seqs, pool.page_size)
     meta = _meta(job, limits, ceilings, pool.total)
+    meta.engine["swap_pages"] = places
     directory = job.directory or job.root / meta.run_id
     _warm_up(runner, pool, limits)
     replay = Replay(scenario.requests, job.tokenizer, spec.vocab)
@@ -203,7 +208,7 @@ def execute(job: Job, watcher: Watcher) -> Path:
             )
             engine = Engine(
                 replay,
-                _scheduler(job, pool, limits),
+                _scheduler(job, pool, limits, places),
                 runner,
                 recorder,
                 clock,
@@ -237,7 +242,7 @@ def _pool(job: Job) -> PagePool:
     return pool
 
 
-def _scheduler(job: Job, pool: PagePool, limits: Limits) -> Scheduler:
+def _scheduler(job: Job, pool: PagePool, limits: Limits, places: int | None) -> Scheduler:
     engine = job.scenario.engine
     return Scheduler(
         policy_for(job.scenario, job.policy),
@@ -246,6 +251,7 @@ def _scheduler(job: Job, pool: PagePool, limits: Limits) -> Scheduler:
         job.decoder.spec.eos_ids,
         prefix_cache(engine.prefix_cache, pool),
         swap=engine.preemption == "swap",
+        swap_pages=places,
     )
 
 
@@ -255,6 +261,7 @@ def _finish(engine: Engine, session: _Session, meta: RunMeta, clock: HostClock) 
     unseen = session.replay.drop_rest()
     if unseen:
         meta.notes.append(f"{unseen} of {session.total} requests had not arrived when it stopped")
+    meta.notes += unswapped_notes(engine.scheduler)
     meta.samples = list(session.samples.values())
     session.flush(clock.now())
     session.writer.meta(meta)
