@@ -13,7 +13,7 @@ from dataclasses import Field, asdict, dataclass, fields
 from typing import Any, TypeVar
 
 from stepscope.errors import UsageError
-from stepscope.spec import QUANTIZED
+from stepscope.spec import ELEMENT_BYTES, KV_DTYPES, QUANTIZED
 from stepscope.text import listing
 from stepscope.values import count as _count
 from stepscope.values import filled as _filled
@@ -31,7 +31,7 @@ from stepscope.workload import MOST_REQUESTS, MOST_SECONDS, MOST_TOKENS
 
 Section = TypeVar("Section")
 MOST_LOGPROBS = 20  # as vLLM bounds it
-MODEL_DTYPES = ("auto", "fp32", "bf16", *QUANTIZED)
+MODEL_DTYPES = ("auto", *ELEMENT_BYTES, *QUANTIZED)
 ARRIVALS = ("poisson", "uniform", "gamma", "burst")
 # Of each group at most one may be given: they say the same thing in different ways.
 EXCLUSIVE = {
@@ -83,9 +83,10 @@ class EngineSection:
     kv_tokens: int = _count(16_384, high=1_000_000_000)
     kv_pages: int | None = _count(None, high=1_000_000_000)
     kv_bytes: int | None = _count(None, high=10**15)
-    kv_dtype: str = _knob("auto", _text, choices=("auto", "fp32", "bf16", "int8"))
+    kv_dtype: str = _knob("auto", _text, choices=("auto", *KV_DTYPES))
     prefix_cache: str = _knob("off", _text, choices=("off", "hash", "radix"))
     preemption: str = _knob("recompute", _text, choices=("recompute", "swap"))
+    swap_tokens: int | None = _count(None, low=0, high=1_000_000_000)  # None: half of what is free
     max_seqs: int = _count(16, high=65_536)
     token_budget: int = _count(512)
     chunk: int | None = _count(None)

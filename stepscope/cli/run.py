@@ -56,7 +56,7 @@ def run(
     dtype: Annotated[
         str | None,
         typer.Option(
-            envvar="STEPSCOPE_DTYPE", help="auto, fp32, bf16, int8, int4, or fp8 on a GPU."
+            envvar="STEPSCOPE_DTYPE", help="auto, fp32, bf16, fp16, int8, int4, or fp8 on a GPU."
         ),
     ] = None,
     policy: Policies = None,
@@ -236,6 +236,7 @@ def _run_all(
                 RUNS,
                 directory,
                 force,
+                model.notes,
             )
             paths.append(_run_one(job, watcher, status, execute))
             if watcher.interrupted:

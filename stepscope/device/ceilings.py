@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from stepscope.device.host import cpu_model, machine_key, memory_bytes
 from stepscope.errors import StepscopeError
-from stepscope.spec import ELEMENT_BYTES, QUANTIZED, Ceilings, GemvPoint, ModelSpec
+from stepscope.spec import ELEMENT_BYTES, QUANTIZED, Ceilings, GemvPoint, ModelSpec, compute_dtype
 from stepscope.stats import median, percentile
 from stepscope.store import write_atomically
 
@@ -32,6 +32,7 @@ MIB = 1 << 20
 ROW_BYTES = 16_384
 CACHE_FORMAT = 1  # raised when what is measured changes, so that old files are measured again
 GEMM_DTYPES = ("fp32", "bf16")
+SLOW_GEMM_S = 0.5
 
 Progress = Callable[[str, float], None]  # what is measured now, share done (0 to 1)
 Call = Callable[[], object]
@@ -136,7 +137,7 @@ def measure(
             progress("matrix-vector products", 0.5)
             gemv = gemv_rates(spec, plan)
             progress("matrix products", 0.8)
-            gemm = gemm_rates(plan)
+            gemm = gemm_rates(plan, spec.dtype)
             progress("ceilings", 1.0)
     except RuntimeError as error:  # torch's word for out of memory
         raise StepscopeError(
@@ -262,14 +263,16 @@ def _gemv(x: torch.Tensor, weights: Iterator[torch.Tensor]) -> torch.Tensor:
     return linear(x, next(weights))
 
 
-def gemm_rates(plan: Plan) -> dict[str, Rate]:
-    """FLOP/s of square products, 2 n^3 each, the best size per dtype."""
+def gemm_rates(plan: Plan, own: str = "fp32") -> dict[str, Rate]:
+    """FLOP/s of square products, 2 n^3 each, the best size per dtype; also of the model's own."""
     import torch
 
     rates = {}
-    for dtype in GEMM_DTYPES:
-        by_size = []
+    for dtype in dict.fromkeys((*GEMM_DTYPES, compute_dtype(own))):
+        by_size: list[Rate] = []
         for n in plan.gemm_sizes:
+            if by_size and 2 * n**3 / by_size[-1].per_s > SLOW_GEMM_S:
+                break  # fp16 on a CPU: a larger one takes seconds a call and is not faster
             a = torch.full((n, n), 0.5, dtype=torch_dtype(dtype))
             found = interleaved_ns({f"{n} x {n}": partial(torch.mm, a, a)}, plan)
             by_size.append(best_rate(2 * n**3, found))

@@ -36,7 +36,9 @@ class Reading:
 def nvml_reader(uuid: str | None, nvml: Any = None) -> tuple[Callable[[], Reading] | None, str]:
     """How to read the GPU of this UUID (None: the first), or None and the reason why not."""
     if nvml is None:
-        import pynvml as nvml
+        import pynvml
+
+        nvml = pynvml
     try:
         nvml.nvmlInit()
         handle = _handle(nvml, uuid)
@@ -65,9 +67,7 @@ def _handle(nvml: Any, uuid: str | None) -> Any:
     """By UUID, since CUDA may number the GPUs otherwise than NVML."""
     if uuid:
         try:
-            return nvml.nvmlDeviceGetHandleByUUID(
-                uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
-            )
+            return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
         except nvml.NVMLError:
             pass  # a virtual machine may know the GPU by another one
     return nvml.nvmlDeviceGetHandleByIndex(0)

@@ -100,9 +100,10 @@ class PagePool:
 
 
 class HostPages:
-    """Numbers for pages in host memory, where swapped-out requests wait. There is no limit."""
+    """Numbers for pages in host memory, where swapped-out requests wait; None = without a limit."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
         self._free: list[int] = []
         self._total = 0
 
@@ -110,7 +111,10 @@ class HostPages:
     def used(self) -> int:
         return self._total - len(self._free)
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int) -> list[int] | None:
+        """`count` places, or None (and nothing taken) when there are not so many."""
+        if self.limit is not None and self.used + count > self.limit:
+            return None
         fresh = max(0, count - len(self._free))
         self._free.extend(range(self._total, self._total + fresh))
         self._total += fresh

@@ -211,6 +211,8 @@ class Engine:
                 request.record.first_token_ns = landed.emitted_ns
         for request in self.scheduler.preempted:
             again = "swapped out" if request.host_pages else "to compute again"
+            if request in self.scheduler.unswapped:
+                again += ": the host has no room for its pages"
             recorder.event("preempt", request.id, f"{request.high_water} tokens {again}")
         if plan.evicted_pages:
             recorder.event("evict", None, plural(plan.evicted_pages, "cached page"))

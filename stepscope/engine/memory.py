@@ -14,10 +14,13 @@ from stepscope.engine.request import Request
 class Memory:
     """`moves` and `evicted` (pages) gather until the step that they belong to takes them."""
 
-    def __init__(self, pool: PagePool, prefix: PrefixCache | None = None) -> None:
+    def __init__(
+        self, pool: PagePool, prefix: PrefixCache | None = None, host_pages: int | None = None
+    ) -> None:
+        """host_pages: how many may wait in host memory; None = any number."""
         self.pool = pool
         self.prefix = prefix
-        self.host = HostPages()
+        self.host = HostPages(host_pages)
         self.moves: list[Move] = []
         self.evicted = 0
 
@@ -55,13 +58,19 @@ class Memory:
         self.host.give_back(request.host_pages)
         request.host_pages = []
 
-    def swap_out(self, request: Request) -> None:
-        """Its computed pages go to the host, where they wait until it is admitted again."""
+    def swap_out(self, request: Request) -> bool:
+        """Its computed pages go to the host, where they wait until it is admitted again.
+
+        False, and nothing done, if the host has no room for them.
+        """
         pages = request.pages[: self.pool.pages_for(request.computed)]
         places = self.host.take(len(pages))
+        if places is None:
+            return False
         self.moves += [Move("out", *pair) for pair in zip(pages, places, strict=True)]
         self.release(request)
         request.host_pages = places
+        return True
 
     def _swap_in(self, request: Request, tokens: int, pages: int) -> bool:
         least = self.pool.pages_for(request.computed + min(tokens, request.todo))

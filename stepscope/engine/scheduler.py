@@ -42,10 +42,11 @@ class Scheduler:
         eos: Sequence[int],
         prefix: PrefixCache | None = None,
         swap: bool = False,  # preempted requests wait in host memory and compute nothing again
+        swap_pages: int | None = None,  # as long as there are so many free; None = always
     ) -> None:
         self.policy = policy
         self.pool = pool
-        self.memory = Memory(pool, prefix)
+        self.memory = Memory(pool, prefix, swap_pages)
         self.swap = swap
         self.limits = limits
         self.eos = frozenset(eos)
@@ -53,6 +54,8 @@ class Scheduler:
         self.running: list[Request] = []
         self.ended: list[Request] = []
         self.preempted: list[Request] = []
+        self.unswapped: list[Request] = []  # of those, for whom the host had no room
+        self.num_unswapped = 0  # over the whole run
         self.now_ns = 0  # when this iteration began, told by the loop
         self._last: Sequence[Slice] = ()  # what was committed since the policy was asked
         self._remembered: Any = None  # the policy's own, folded over the views
@@ -86,7 +89,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Ask the policy and make its grants real. An empty plan means there is nothing to do."""
-        self.preempted = []
+        self.preempted, self.unswapped = [], []
         plan = StepPlan()
         view = self._ask(plan)
         chosen = len(self.preempted)
@@ -251,15 +254,20 @@ class Scheduler:
         """Free its pages; it returns to the head of the queue, swapped out or to be recomputed."""
         plan.drop(victim)
         self.running.remove(victim)
-        if self.swap and victim.computed:
-            self.memory.swap_out(victim)
-        else:
+        if not (self.swap and victim.computed and self._swap_out(victim)):
             self.memory.remember(victim)
             self.memory.release(victim)
             victim.computed = 0
         victim.record.preemptions += 1
         self.waiting.appendleft(victim)
         self.preempted.append(victim)
+
+    def _swap_out(self, victim: Request) -> bool:
+        if self.memory.swap_out(victim):
+            return True
+        self.unswapped.append(victim)
+        self.num_unswapped += 1
+        return False
 
     def _stop_if_done(self, request: Request, token: int) -> None:
         sampling = request.sampling

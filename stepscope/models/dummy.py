@@ -14,12 +14,11 @@ import torch
 from stepscope.errors import UsageError
 from stepscope.models.packed import quantized
 from stepscope.models.quantize import weight_format
+from stepscope.models.shapes import DIMENSIONS, check_shape
 from stepscope.models.tensors import (
     CPU,
-    DIMENSIONS,
     TORCH_DTYPES,
     check_memory,
-    check_shape,
     plan_bytes,
     stacked_shape,
     tensor_plan,

@@ -14,7 +14,7 @@ from typing import Any
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.models.hf_tokenizer import eos_ids_of
 from stepscope.models.rope import SCALINGS
-from stepscope.models.tensors import MOST_LAYERS
+from stepscope.models.shapes import MOST_LAYERS
 from stepscope.models.tokenizer import TextTokenizer
 from stepscope.spec import ModelSpec, RopeScaling
 from stepscope.text import listing

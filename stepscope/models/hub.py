@@ -6,7 +6,6 @@ came is read by the loaders of directories and GGUF files. huggingface_hub is an
 
 from __future__ import annotations
 
-import errno
 import importlib
 import logging
 import os
@@ -23,12 +22,19 @@ from stepscope.errors import StepscopeError, UsageError
 from stepscope.models.hf_config import spec_from_config
 from stepscope.models.hf_dir import INDEX, shards_of, weight_names
 from stepscope.models.hf_tokenizer import TEMPLATE_FILE, json_object
+from stepscope.models.hub_errors import (
+    HUB_PREFIX,
+    HubId,
+    explained,
+    hub_cache,
+    no_answer,
+    reason,
+)
 from stepscope.text import listing, plural, size
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
-HUB_PREFIX = "hf:"
 CONFIG = "config.json"
 SMALL_FILES = (
     *(CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
@@ -40,24 +46,8 @@ HUB_ID = re.compile(
 )
 LISTING_TIMEOUT_S = 20.0
 POLL_S = 0.2
-FULL = (errno.ENOSPC, errno.EDQUOT)
-UNWRITABLE = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR)
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class HubId:
-    repo: str
-    file: str | None = None  # of several .gguf files, the one that is meant
-    revision: str | None = None  # branch, tag or commit; None = the default branch
-
-    def at(self, commit: str) -> str:
-        """The same id that can mean no other files: `hf:org/name@commit`."""
-        return f"{HUB_PREFIX}{self}@{commit}"
-
-    def __str__(self) -> str:
-        return self.repo if self.file is None else f"{self.repo}/{self.file}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +77,7 @@ def fetch_hub(wanted: HubId, progress: Say | None = None, told: Say | None = Non
     """
     _require_library(wanted)
     _quieten()
-    with _explained(wanted):
+    with explained(wanted):
         info = _listed(wanted)
         if isinstance(info, str):
             return _from_cache(wanted, info)
@@ -127,22 +117,8 @@ def _listed(wanted: HubId) -> ModelInfo | str:
         if error.response.status_code < 500:
             raise
         return f"it answers with status {error.response.status_code}"
-    except _transport_errors() as error:
-        return _reason(error)
-
-
-def _transport_errors() -> tuple[type[Exception], ...]:
-    """What the hub's HTTP library raises where there is no answer: the base of the hub's errors."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return (OSError, *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)))
-
-
-def _reason(error: BaseException) -> str:
-    """In a few words; the library wraps what happened into paragraphs."""
-    error = error.__cause__ or error
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".")[:120]
+    except no_answer() as error:
+        return reason(error)
 
 
 # ---------------------------------------------------------------- from the hub
@@ -208,7 +184,7 @@ class _Download:
             )
 
     def _check_space(self, needed: int) -> None:
-        cache = _cache()
+        cache = hub_cache()
         there = next(p for p in (cache, *cache.parents) if p.exists())
         free = shutil.disk_usage(there).free
         if needed > free:
@@ -223,7 +199,7 @@ class _Download:
         if not files or self._progress is None:
             yield
             return
-        blobs = _cache() / f"models--{self.wanted.repo.replace('/', '--')}" / "blobs"
+        blobs = hub_cache() / f"models--{self.wanted.repo.replace('/', '--')}" / "blobs"
         say, ended = self._progress, threading.Event()
 
         def watch() -> None:
@@ -250,12 +226,6 @@ def _arrived(blobs: Path, file: RepoSibling) -> int:
         except FileNotFoundError:
             continue  # renamed between the listing and the look
     return max(sizes)
-
-
-def _cache() -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE)
 
 
 def _folder(path: Path, name: str) -> Path:
@@ -304,59 +274,3 @@ def _from_cache(wanted: HubId, why: str) -> HubCopy:
     note = f"{wanted} as it is in the cache, commit {folder.name[:12]}: the hub was not asked"
     path = folder if wanted.file is None else Path(found)
     return HubCopy(path, wanted.at(folder.name), (f"{note} ({why}).",))
-
-
-# ---------------------------------------------------------------- what can go wrong
-
-
-@contextmanager
-def _explained(wanted: HubId) -> Iterator[None]:
-    """Every way to fail in one sentence that says what to do."""
-    from huggingface_hub import errors
-
-    repo, no_answer = wanted.repo, _transport_errors()
-    try:
-        yield
-    except errors.HFValidationError:
-        raise UsageError(f"{repo} is no id that the hub can have; check the spelling.") from None
-    except errors.GatedRepoError:
-        raise StepscopeError(
-            f"{repo} is gated; accept its terms at https://huggingface.co/{repo} and set HF_TOKEN"
-            " to a token of that account."
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise UsageError(
-            f"There is no directory {wanted} here and no model {repo} on the hub, unless it is"
-            " private; check the spelling, or set HF_TOKEN."
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise UsageError(
-            f"{repo} has no revision {wanted.revision}; give a branch, a tag or a commit of it."
-        ) from None
-    except errors.HfHubHTTPError as error:
-        raise _refused(wanted, error.response.status_code) from None
-    except no_answer as error:
-        raise _broken(wanted, error) from None
-    except (errors.EntryNotFoundError, RuntimeError) as error:
-        raise _broken(wanted, error) from None
-
-
-def _refused(wanted: HubId, status: int) -> StepscopeError:
-    if status in (401, 403):
-        return StepscopeError(
-            f"The hub does not let you read {wanted.repo} (status {status}); set HF_TOKEN to a"
-            " token that may."
-        )
-    return StepscopeError(f"The hub answers {wanted} with status {status}; try again later.")
-
-
-def _broken(wanted: HubId, error: Exception) -> StepscopeError:
-    number = error.errno if isinstance(error, OSError) else None
-    if number in FULL or number in UNWRITABLE:
-        return StepscopeError(
-            f"The cache {_cache()} cannot be written ({os.strerror(number or 0)}); free some space"
-            " or point HF_HOME to another disk."
-        )
-    return StepscopeError(
-        f"Fetching {wanted} broke off ({_reason(error)}); run it again, whole files are kept."
-    )

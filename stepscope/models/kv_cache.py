@@ -96,8 +96,7 @@ class KvCache:
         stores = self._stores()
         if not self._host:
             self._host = [torch.empty(0, *rows.shape[1:], dtype=rows.dtype) for rows in stores]
-        for index, rows in enumerate(stores):
-            held = self._host[index]
+        for index, held in enumerate(self._host):
             if held.shape[0] < needed:
                 grown = held.new_empty(max(needed, 2 * held.shape[0]), *held.shape[1:])
                 grown[: held.shape[0]] = held

@@ -44,12 +44,15 @@ class Linear:
     ) -> None:
         """reorder=False keeps the plain layout, for a weight that is read in other ways too.
 
-        Raises UsageError for a quantized weight and oneDNN, which reorders only floats.
+        Raises UsageError for a quantized weight and oneDNN, which reorders only floats, and for
+        fp16 where oneDNN has no product for it.
         """
         self._quantized: QuantizedWeight | None = None
         if not isinstance(weight, torch.Tensor):
             self._quantized, self._packed_rows = weight, packed_rows(products, weight.form)
             return
+        if products == "onednn" and weight.dtype == torch.float16:
+            _require_half_products()
         self._onednn = products == "onednn"
         self._weight = _reordered(weight) if self._onednn and reorder else weight
 
@@ -63,6 +66,14 @@ class Linear:
             )
             return y
         return F.linear(x, self._weight)
+
+
+def _require_half_products() -> None:
+    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        raise UsageError(
+            "products = onednn multiplies fp16 on CPUs with instructions for it, which this one"
+            " lacks; choose auto or plain."
+        )
 
 
 def _reordered(weight: torch.Tensor) -> torch.Tensor:
@@ -96,6 +107,8 @@ def choose_products(weights: Sequence[Any]) -> str:
         return " ".join([PACKED, *(f"{form}={rows}" for form, rows in limits.items())])
     if weights[0].device.type != "cpu" or not torch._C._has_mkldnn:
         return "plain"
+    if weights[0].dtype == torch.float16:
+        return "plain"  # most CPUs have no other, and none has a fast one
     sample = _sample(weights)
     layers = {p: [Linear(w, p) for w in sample] for p in PRODUCTS}
     scores = dict.fromkeys(PRODUCTS, 0.0)

@@ -14,7 +14,8 @@ from stepscope.models.dummy import dummy_spec, random_weights
 from stepscope.models.fetch import fetch
 from stepscope.models.gguf_model import GgufModel
 from stepscope.models.hf_dir import HfModel
-from stepscope.models.hub import HUB_PREFIX, HubCopy, HubId, fetch_hub, hub_id
+from stepscope.models.hub import HubCopy, fetch_hub, hub_id
+from stepscope.models.hub_errors import HUB_PREFIX, HubId
 from stepscope.models.packed import Int8Weight, check_device
 from stepscope.models.quantize import LOOKED_UP
 from stepscope.models.tensors import WEIGHT_DTYPES, assemble, with_byte_counts
@@ -50,10 +51,10 @@ def load_model(
 ) -> LoadedModel:
     """Load a catalogue name, a .gguf file, a Hugging Face directory, a hub id, or `dummy:NAME`.
 
-    `dtype` is fp32, bf16, auto (bf16), or of the weights alone int8, int4, int4-g64, int4-g128 on
-    a CPU and fp8 on a GPU (models/quantize.py). The weights lie on the device. `overrides` and
-    `seed` shape a dummy's random weights. progress is told often how far it is, told once what
-    takes long (a download).
+    `dtype` is fp32, bf16, fp16, auto (bf16), or of the weights alone int8, int4, int4-g64,
+    int4-g128 on a CPU and fp8 on a GPU (models/quantize.py). The weights lie on the device.
+    `overrides` and `seed` shape a dummy's random weights. progress is told often how far it is,
+    told once what takes long (a download).
     Raises UsageError for what is not known or supported, StepscopeError for damaged files and for
     weights that do not fit in memory.
     """

@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from stepscope.errors import StepscopeError, UsageError
+from stepscope.errors import StepscopeError
 from stepscope.models.packed import Fp8Weight, Int4Weight, Int8Weight
 from stepscope.models.quantize import (
     Codes4,
@@ -42,20 +42,16 @@ from stepscope.models.quantize import (
     stored_bytes,
     weight_format,
 )
-from stepscope.spec import FP8, QUANTIZED, ModelSpec, RopeScaling, compute_dtype
+from stepscope.models.shapes import check_shape
+from stepscope.spec import FP8, QUANTIZED, ModelSpec, compute_dtype
 from stepscope.text import listing, plural, size
 
 AnyCodes = TypeVar("AnyCodes", Codes4, Codes8, Codes8Float)
 CPU = torch.device("cpu")
 Shape = tuple[int, ...]
 Part = tuple[str, Shape]
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_DTYPES = (*TORCH_DTYPES, *QUANTIZED)
-DIMENSIONS = (
-    *("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context"),
-)
-MOST_LAYERS = 10_000
-MOST_EXPERTS = 100_000  # of all layers together
 MEMINFO = Path("/proc/meminfo")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -248,53 +244,6 @@ def _check_inventory(source: WeightSource, plan: dict[str, tuple[Part, ...]]) ->
                 f"Tensor '{name}' in {source.label} has the shape {list(present[name])} where its"
                 f" configuration asks for {list(shape)}; download or convert it again."
             )
-
-
-def check_shape(spec: ModelSpec) -> None:
-    """UsageError for dimensions of which no decoder can be made."""
-    for key in DIMENSIONS:
-        value = getattr(spec, key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(
-                f"{key} of {spec.name} is {value} where a whole number above 0 belongs; correct it."
-            )
-    if spec.layers > MOST_LAYERS:  # a plan of them all would fill the memory before any check of it
-        raise UsageError(
-            f"layers of {spec.name} is {spec.layers:,}, and at most {MOST_LAYERS:,} are supported;"
-            " correct it."
-        )
-    if spec.experts < 0 or not bool(spec.experts) <= spec.experts_per_token <= spec.experts:
-        raise UsageError(
-            f"{spec.name} gives each token {spec.experts_per_token} of {spec.experts} experts;"
-            " choose 1 or more, and no more than there are."
-        )
-    if spec.layers * max(spec.experts, 1) > MOST_EXPERTS:
-        raise UsageError(
-            f"{spec.name} has {spec.layers:,} layers of {spec.experts:,} experts, and at most"
-            f" {MOST_EXPERTS:,} experts in all are supported; correct it."
-        )
-    if spec.heads % spec.kv_heads:
-        raise UsageError(
-            f"{spec.name} has {spec.heads} heads on {spec.kv_heads} kv_heads; make heads a multiple"
-            " of kv_heads."
-        )
-    _check_rope(spec)
-    if spec.head_dim % 2:
-        raise UsageError(
-            f"{spec.name} has a head_dim of {spec.head_dim}, and RoPE turns pairs; make it even."
-        )
-
-
-def _check_rope(spec: ModelSpec) -> None:
-    """Written so that NaN fails, too."""
-    rope = spec.rope or RopeScaling("none")
-    bases = [t for t in (spec.rope_theta, spec.local_rope_theta) if t is not None]
-    betas, divisors = (rope.beta_fast, rope.beta_slow), rope.divisors
-    if not (all(t > 1 for t in bases) and rope.factor >= 1 and min(*betas, *divisors) > 0):
-        raise StepscopeError(
-            f"{spec.name} has a RoPE base of {bases[-1]:g} and scales it by {rope.factor:g}, which"
-            " makes no frequencies; download or convert it again."
-        )
 
 
 def plan_bytes(plan: dict[str, tuple[Part, ...]], dtype: str) -> int:

@@ -38,6 +38,7 @@ from stepscope.models.tokenizer import TextTokenizer
 from stepscope.records import RunMeta, Sample, StepRecord
 from stepscope.runner.probe import decode_plan, prefill_plan, steps
 from stepscope.runner.replay import Replay, TokenText
+from stepscope.runner.swap import swap_pages, unswapped_notes
 from stepscope.runner.threaded import ThreadedRunner
 from stepscope.runner.torch_runner import TorchRunner
 from stepscope.runner.twin import drift, measure_twin, twin_batches
@@ -74,6 +75,7 @@ class Job:
     root: Path  # of runs, when no directory is given
     directory: Path | None = None
     force: bool = False
+    notes: tuple[str, ...] = ()  # on the model, made while it was loaded
 
 
 @dataclass
@@ -183,12 +185,16 @@ def execute(job: Job, watcher: Watcher) -> Path:
     limits = limits_of(scenario, job.policy, spec.max_context)
     torch.set_num_threads(job.threads)
     pool = _pool(job)
+    swapping = scenario.engine.preemption == "swap"
+    page_bytes = spec.kv_bytes_per_token * pool.page_size
+    places = swap_pages(scenario.engine, pool, page_bytes) if swapping else None
     runner = TorchRunner(
         job.decoder, pool.total, pool.page_size, scenario.engine.attention, limits.max_context
     )
     watcher.on_phase("measuring the dispatch floor")
     ceilings = _with_twin(job, limits.max_seqs, pool.page_size)
     meta = _meta(job, limits, ceilings, pool.total, runner.attention.name)
+    meta.engine["swap_pages"] = places
     directory = job.directory or job.root / meta.run_id
     _warm_up(runner, pool, limits)
     replay = Replay(scenario.requests, job.tokenizer, spec.vocab)
@@ -210,7 +216,7 @@ def execute(job: Job, watcher: Watcher) -> Path:
             )
             engine = Engine(
                 replay,
-                _scheduler(job, pool, limits),
+                _scheduler(job, pool, limits, places),
                 computing,
                 recorder,
                 clock,
@@ -254,7 +260,7 @@ def _pool(job: Job) -> PagePool:
     return pool
 
 
-def _scheduler(job: Job, pool: PagePool, limits: Limits) -> Scheduler:
+def _scheduler(job: Job, pool: PagePool, limits: Limits, places: int | None) -> Scheduler:
     engine = job.scenario.engine
     return Scheduler(
         policy_for(job.scenario, job.policy),
@@ -263,6 +269,7 @@ def _scheduler(job: Job, pool: PagePool, limits: Limits) -> Scheduler:
         job.decoder.spec.eos_ids,
         prefix_cache(engine.prefix_cache, pool),
         swap=engine.preemption == "swap",
+        swap_pages=places,
     )
 
 
@@ -272,6 +279,7 @@ def _finish(engine: Engine, session: _Session, meta: RunMeta, clock: HostClock) 
     unseen = session.replay.drop_rest()
     if unseen:
         meta.notes.append(f"{unseen} of {session.total} requests had not arrived when it stopped")
+    meta.notes += unswapped_notes(engine.scheduler)
     meta.samples = list(session.samples.values())
     session.flush(clock.now(), final=True)
     session.writer.meta(meta)
@@ -358,4 +366,5 @@ def _meta(
         },
         basis={**BASIS, **(OVERLAP_BASIS if scenario.engine.overlap else {})},
         versions=versions(),
+        notes=list(job.notes),
     )

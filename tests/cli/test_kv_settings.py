@@ -101,6 +101,18 @@ def test_swapping_is_recorded_and_computes_nothing_twice(
     spent = sum(int(e["end_ns"]) - int(e["begin_ns"]) for e in swaps)
     assert spent == total(swap, "swap_ns") <= total(swap, "prepare_ns")
     assert meta(swap)["engine"]["preemption"] == "swap"
+    assert meta(swap)["engine"]["swap_pages"] > 1000, "half of what is free"
+    assert meta(again)["engine"]["swap_pages"] is None and meta(swap)["notes"] == []
+
+
+def test_a_host_without_room_is_told(stepscope: Call, tmp_path: Path, tiny: Path) -> None:
+    swap = ("--set", "engine.preemption=swap", "--set", "engine.swap_tokens=16")
+    run = ran(stepscope, tmp_path, "swap", tiny, *SCARCE, *swap)
+    told = [e for e in rows(run, "events") if "the host has no room" in e["detail"]]
+    assert told and total(run, "recompute_tokens") > 0
+    assert meta(run)["engine"]["swap_pages"] == 1
+    assert f"{len(told)} preempted request" in meta(run)["notes"][0]
+    assert "host memory for swapping was full at 1 page; raise" in meta(run)["notes"][0]
 
 
 @pytest.mark.parametrize("kv_dtype,bytes_per_token", [("auto", 512), ("bf16", 256), ("int8", 144)])
@@ -143,11 +155,21 @@ def test_how_attention_is_done_is_chosen_recorded_and_listed(
         ("engine.kv_dtype=int4", "engine.kv_dtype"),
         ("engine.attention=pagd", "did you mean paged"),
         ("engine.attention=paged", "does not run on cpu; use --attention gather"),
+        ("engine.swap_tokens=-1", "engine.swap_tokens"),
     ],
 )
 def test_bad_settings_are_a_sentence(stepscope: Call, tiny: Path, change: str, says: str) -> None:
     result = stepscope("run", tiny, "--no-ceilings", "--set", change)
     assert result.code == 2 and says in " ".join(result.err.split())
+
+
+def test_more_host_memory_than_there_is(stepscope: Call, tiny: Path) -> None:
+    swap = ("--set", "engine.preemption=swap", "--set", "engine.swap_tokens=1000000000")
+    result = stepscope("run", tiny, "--no-ceilings", *swap)
+    assert result.code == 1
+    says = " ".join(result.err.split())
+    assert "62,500,000 pages swapped out of it take 512 GB" in says
+    assert "lower engine.swap_tokens or engine.kv_tokens" in says
 
 
 # ------------------------------------------------------------------ prompts that begin alike

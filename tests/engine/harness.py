@@ -296,6 +296,7 @@ def build(
     prefix: str = "off",
     swap: bool = False,
     overlap: bool = False,
+    swap_pages: int | None = None,
 ) -> Outcome:
     """An engine ready to run. `forget`: pages lose their contents when they are freed."""
     clock = clock or Clock(tick=1)
@@ -305,7 +306,7 @@ def build(
         runner = Observed(runner)  # a real runner has no move that forgets
     chosen = policy_named(policy) if isinstance(policy, str) else policy
     cache = prefix_cache(prefix, pool)
-    scheduler = WatchedScheduler(chosen, pool, limits or Limits(), eos, cache, swap)
+    scheduler = WatchedScheduler(chosen, pool, limits or Limits(), eos, cache, swap, swap_pages)
     if forget:
         # In its place among the moves: what was copied before may be freed, not the reverse.
         pool.on_free = lambda page: scheduler.memory.moves.append(cast(Any, Forget(page)))

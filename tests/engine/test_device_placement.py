@@ -67,7 +67,7 @@ def test_a_step(name: str, attention: str, kv_dtype: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name,batch", [("smollm2-135m", 128), ("llama-3.1-8b", 32)])
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
 def test_a_model_in_its_full_shape(
     name: str, batch: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

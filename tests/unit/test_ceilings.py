@@ -18,6 +18,7 @@ from stepscope.device.ceilings import (
     Plan,
     best_rate,
     cache_file,
+    gemm_rates,
     gemv_rates,
     gemv_shapes,
     interleaved_ns,
@@ -142,6 +143,17 @@ def test_working_sets_span_cache_to_model_and_respect_memory() -> None:
     assert working_sets(plan, 10**12, None)[-1] == 2048 * MIB
     assert working_sets(plan, 1000, None)[0] == MIB
     assert working_sets(plan, 1000, 1) == [MIB]
+
+
+def test_the_rate_of_the_model_s_own_dtype_is_measured_as_well() -> None:
+    assert list(gemm_rates(tiny_plan(Clock(tick=1000)), "fp16")) == ["fp32", "bf16", "fp16"]
+    assert list(gemm_rates(tiny_plan(Clock(tick=1000)), "int8")) == ["fp32", "bf16"]
+
+
+def test_a_slow_product_is_not_measured_at_a_larger_size() -> None:
+    """8 x 8 in 0.1 s: 16 x 16 would take 0.8 s a call."""
+    rates = gemm_rates(tiny_plan(Clock(tick=100_000_000)), "fp16")
+    assert {rate.best for rate in rates.values()} == {"8 x 8"}
 
 
 # ---------------------------------------------------------------- the whole

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepscope.engine.kv import HostPages
 from stepscope.engine.policies import POLICIES
 from stepscope.engine.request import Request
 from stepscope.engine.scheduler import Limits
@@ -32,6 +33,7 @@ class World:
     limits: Limits
     prefix: str
     swap: bool
+    swap_pages: int | None
     asked: list[tuple[list[int], int, int]]  # prompt, max_tokens, arrival
     overlap: bool = False
 
@@ -48,6 +50,7 @@ class World:
             prefix=self.prefix,
             swap=self.swap,
             overlap=self.overlap,
+            swap_pages=self.swap_pages,
         )
 
     def expected(self, request: Request) -> tuple[list[int], str]:
@@ -70,7 +73,9 @@ def check_end(world: World, done: Outcome) -> None:
     check_empty(done)
     hits = sum(row.prefix_hit_tokens or 0 for row in done.steps)
     assert hits == sum(record.cached_tokens or 0 for record in done.records.values())
-    if world.swap:
+    again = [e for e in done.events if e.kind == "preempt" and "no room" in e.detail]
+    assert len(again) == done.scheduler.num_unswapped
+    if world.swap and not again:
         assert not sum(row.recompute_tokens or 0 for row in done.steps)
     swapped = [row.swapped_pages for row in done.steps if row.swapped_pages]
     assert len(swapped) == len([e for e in done.events if e.kind == "swap"])
@@ -107,6 +112,7 @@ worlds = st.builds(
     ),
     prefix=st.sampled_from(FORMS),
     swap=st.booleans(),
+    swap_pages=st.sampled_from([None, 0, 1, 3, 8]),
     asked=st.lists(
         st.tuples(prompts, st.integers(1, 25), st.integers(0, 300)), min_size=1, max_size=8
     ),
@@ -156,6 +162,7 @@ def random_world(random: Random) -> World:
         Limits(random.randrange(1, 9), random.randrange(1, 80), random.randrange(1, 80)),
         random.choice(FORMS),
         random.random() < 0.5,
+        random.choice([None, None, 0, 2, 10]),
         asked,
         random.random() < 0.5,
     )
@@ -296,10 +303,13 @@ def test_what_a_preempted_request_computed_is_found_again() -> None:
 # ------------------------------------------------------------------ swapping
 
 
-def squeezed(swap: bool, policy: str = "chunked", prefix: str = "off") -> Outcome:
+def squeezed(
+    swap: bool, policy: str = "chunked", prefix: str = "off", swap_pages: int | None = None
+) -> Outcome:
     asked = [ask(0, 7, 12), ask(1, 7, 6), ask(2, 3, 6)]
     limits = Limits(token_budget=32, chunk=32)
-    return run(asked, policy, pages=6, page_size=4, limits=limits, swap=swap, prefix=prefix)
+    options = {"swap": swap, "prefix": prefix, "swap_pages": swap_pages}
+    return run(asked, policy, pages=6, page_size=4, limits=limits, **options)
 
 
 @pytest.mark.parametrize("policy", ["prefill-first", "chunked"])
@@ -324,6 +334,30 @@ def test_swapping_computes_nothing_twice(policy: str) -> None:
     preempts = [(e.request, e.detail) for e in done.events if e.kind == "preempt"]
     assert preempts == [(2, "4 tokens swapped out")]
     assert done.outputs == squeezed(False, policy).outputs
+
+
+def test_who_finds_no_room_on_the_host_is_computed_again() -> None:
+    """The victim has one page: a limit of one changes nothing, none makes it a recomputation."""
+    assert squeezed(True, swap_pages=1).trace == squeezed(True).trace
+    done = squeezed(True, swap_pages=0)
+    assert done.trace == squeezed(False).trace and done.outputs == squeezed(False).outputs
+    assert done.records[2].recomputed_tokens == 4
+    assert done.scheduler.num_unswapped == 1
+    assert [e.detail for e in done.events] == [
+        "4 tokens to compute again: the host has no room for its pages"
+    ]
+    assert {row.swapped_pages for row in done.work} == {0}
+
+
+def test_places_on_the_host_are_counted() -> None:
+    host = HostPages(3)
+    first = host.take(2)
+    assert first is not None and host.take(2) is None and host.used == 2
+    second = host.take(1)
+    assert second is not None and not set(first) & set(second)
+    host.give_back(first)
+    assert host.take(2) is not None and host.take(1) is None
+    assert HostPages().take(10_000) is not None and HostPages(0).take(0) == []
 
 
 def test_the_time_of_swapping_is_a_told_part_of_prepare() -> None:

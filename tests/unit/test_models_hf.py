@@ -17,7 +17,7 @@ from stepscope.models import hf_tokenizer
 from stepscope.models.hf_config import TRAITS, spec_from_config
 from stepscope.models.load import load_model
 from stepscope.models.rope import inverse_frequencies
-from stepscope.models.tensors import check_shape
+from stepscope.models.shapes import check_shape
 from tests import tiny_llama as tiny
 
 SCALED_LOCALLY = {
@@ -47,8 +47,8 @@ def test_single_and_sharded_weights_are_the_same(tmp_path: Path) -> None:
 def test_auto_is_bf16(tmp_path: Path) -> None:
     model = load_model(str(tiny.write_hf(tmp_path / "a", tiny.hf_weights())))
     assert {w.dtype for w in model.weights.values()} == {torch.bfloat16}
-    with pytest.raises(UsageError, match="fp16"):
-        load_model(str(tmp_path / "a"), "fp16")
+    with pytest.raises(UsageError, match="fp12"):
+        load_model(str(tmp_path / "a"), "fp12")
 
 
 def test_what_carries_no_weights_is_passed_over(tmp_path: Path) -> None:

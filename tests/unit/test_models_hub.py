@@ -16,7 +16,8 @@ import torch
 
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.models import hub as hub_module
-from stepscope.models.hub import HubId, fetch_hub, hub_id
+from stepscope.models.hub import fetch_hub, hub_id
+from stepscope.models.hub_errors import HubId
 from stepscope.models.load import load_model
 from tests import tiny_llama as tiny
 from tests.engine.families import FAMILIES, make
