@@ -31,6 +31,7 @@ from stepscope.analyze.stalls import contains_any, find_stalls, step_spans
 from stepscope.analyze.summary import (
     batch_points,
     card,
+    gather_points,
     prefix_hits,
     throughput,
     utilization,
@@ -86,6 +87,7 @@ def analyze(run: Run, limits: Thresholds | None = None) -> Analysis:
         notes=frame.notes + _notes(frame, stalls, tokens),
         prefix_hit_tokens=hits,
         prefix_hit_share=hit_share,
+        gathers=gather_points(frame),
     )
 
 
@@ -133,6 +135,10 @@ def _not_available(frame: Frame, gaps: list[int]) -> list[tuple[str, str]]:
         found.append(
             ("device times", "host and device are one timeline here: forward is the model's time")
         )
+    if frame.working and all(frame.rows[i].gather_ns is None for i in frame.working):
+        in_place = frame.run.meta.engine.get("attention") == "paged"
+        why = "attention = paged reads K and V in place" if in_place else "no step tells it apart"
+        found.append(("gather", why))
     if frame.working and not frame.decode_only:
         found.append(("stalls", "there is no decode-only step after warm-up to compare with"))
     unknown = sum(

@@ -135,6 +135,19 @@ class BatchPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class GatherPoint:
+    """Decode-only steps of about one context length: medians, and the rate over all of them."""
+
+    context: float  # tokens of a request, the mean over requests and steps
+    batch: float
+    n: int
+    gather_ns: float
+    forward_ns: float | None
+    gather_bytes: float | None
+    bytes_per_s: float | None  # gathered bytes / gather time
+
+
+@dataclass(frozen=True, slots=True)
 class WhatIf:
     """An estimate from the budget, never a measurement."""
 
@@ -212,6 +225,7 @@ class Analysis:
     notes: list[str] = field(default_factory=list)
     prefix_hit_tokens: int | None = None  # None: the run had no prefix cache
     prefix_hit_share: float | None = None  # of the prompt tokens that were needed
+    gathers: list[GatherPoint] = field(default_factory=list)  # shortest context first
 
     def to_dict(self) -> dict[str, Any]:
         """The analysis as one JSON object, without the per-step and per-token arrays."""

@@ -130,8 +130,8 @@ RULES: dict[str, Rule] = {
         "bandwidth_bound on kv: that is attention reading the cache, within forward.",
         "Use an attention backend that reads pages in place: gather must vanish and forward must "
         "not grow by as much.",
-        "Read the pages in place with a paged attention kernel (vLLM and SGLang: "
-        "--attention-backend), or use larger pages.",
+        "Read the pages in place with a paged attention kernel (stepscope on CUDA: --attention "
+        "paged; vLLM and SGLang: --attention-backend), or keep contexts shorter.",
     ),
     "launch_bound": Rule(
         "launch-bound",

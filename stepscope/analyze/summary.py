@@ -5,7 +5,7 @@ from __future__ import annotations
 from stepscope.analyze.budget import Budget
 from stepscope.analyze.frame import Frame, prefill_tokens
 from stepscope.analyze.latency import succeeded
-from stepscope.analyze.model import BatchPoint, Card, Throughput, WhatIf
+from stepscope.analyze.model import BatchPoint, Card, GatherPoint, Throughput, WhatIf
 from stepscope.spec import matrix_bytes
 from stepscope.stats import mean, median, percentile
 from stepscope.text import ms, percent
@@ -80,6 +80,33 @@ def _batch_point(frame: Frame, size: int, indices: list[int]) -> BatchPoint:
     rate = _rate(size, p50) or 0.0
     return BatchPoint(
         size, len(indices), p50, p10, p90, median(floors), median(twins), context, rate
+    )
+
+
+def gather_points(frame: Frame) -> list[GatherPoint]:
+    """Decode-only steps by the mean context of their requests, in powers of two."""
+    groups: dict[int, list[int]] = {}
+    for i in frame.decode_only:
+        row = frame.rows[i]
+        if row.gather_ns is not None and row.num_decode_requests:
+            context = frame.costs[i].context_tokens // row.num_decode_requests
+            groups.setdefault(context.bit_length(), []).append(i)
+    return [_gather_point(frame, groups[size]) for size in sorted(groups)]
+
+
+def _gather_point(frame: Frame, indices: list[int]) -> GatherPoint:
+    rows = [frame.rows[i] for i in indices]
+    batches = [r.num_decode_requests or 1 for r in rows]
+    counted = [r for r in rows if r.kv_gather_bytes is not None]
+    taken = sum(r.kv_gather_bytes or 0 for r in counted)
+    return GatherPoint(
+        sum(frame.costs[i].context_tokens for i in indices) / sum(batches),
+        median(batches) or 0.0,
+        len(rows),
+        median([r.gather_ns or 0 for r in rows]) or 0.0,
+        median([r.forward_ns for r in rows if r.forward_ns is not None]),
+        median([r.kv_gather_bytes or 0 for r in counted]),
+        _rate(taken, sum(r.gather_ns or 0 for r in counted)) if counted else None,
     )
 
 

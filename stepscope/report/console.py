@@ -11,7 +11,7 @@ from rich.text import Text
 
 from stepscope.analyze.model import Analysis, Comparison, Latency, MetricRow, StepView
 from stepscope.records import FORWARD, GATHER, PHASES, Run, RunMeta
-from stepscope.report.tables import ABSENT, add, grid, phase_ms
+from stepscope.report.tables import ABSENT, GATHER_HEAD, add, gather_rows, grid, phase_ms
 from stepscope.text import NA, ms, percent, plural, printable, sig, size
 
 LATENCIES = ("ttft", "itl", "tpot")
@@ -19,6 +19,7 @@ MOST_STALLS = 5
 MOST_SAMPLES = 3
 SAMPLE_CHARS = 220
 INDENT = 10
+CONTEXT_SPAN = 8  # longest over shortest context from which on the gather gets a table
 LEAST_SHARE = 0.02  # smaller parts of the step are summed up as the rest
 
 
@@ -29,6 +30,7 @@ def show(console: Console, run: Run, analysis: Analysis, next_command: str) -> N
     _verdict(console, analysis)
     _latency(console, analysis)
     _step_lines(console, run, analysis)
+    _gathering(console, analysis)
     _stalls(console, analysis)
     _remarks(console, run, analysis)
     console.print(Text(f"next: {printable(next_command)}", "dim", no_wrap=True, overflow="ignore"))
@@ -153,6 +155,17 @@ def _budget(console: Console, analysis: Analysis, mean_ns: float) -> None:
     _line(console, "step", f"{ms(mean_ns)} ms mean: " + ", ".join(parts))
     if any(x.estimated for x in shown):
         _line(console, "", "* estimated from ceilings and twin, not from a clock around it", "dim")
+
+
+def _gathering(console: Console, analysis: Analysis) -> None:
+    points = analysis.gathers
+    if not points or points[-1].context < CONTEXT_SPAN * points[0].context:
+        return
+    table = grid(*((head.replace(" ", "\n"), "right") for head in GATHER_HEAD))
+    for row in gather_rows(analysis):
+        add(table, *row)
+    console.print()
+    console.print(table)
 
 
 def _stalls(console: Console, analysis: Analysis) -> None:

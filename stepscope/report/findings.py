@@ -71,6 +71,14 @@ def batch(analysis: Analysis) -> str:
     )
 
 
+def gather(analysis: Analysis) -> str:
+    first, last = analysis.gathers[0], analysis.gathers[-1]
+    return (
+        f"From a context of {first.context:,.0f} tokens to {last.context:,.0f}, assembling K and V "
+        f"goes from {ms(first.gather_ns)} to {ms(last.gather_ns)} ms of a decode-only step."
+    )
+
+
 def itl(analysis: Analysis) -> str:
     found = analysis.latency.get("itl")
     if found is None or not found.n or not found.p50 or found.p99 is None:

@@ -93,6 +93,7 @@ def _run(index: int, label: str, run: Run, analysis: Analysis) -> str:
         + "".join(wide)
         + f'<div class="grid">{"".join(pairs)}</div>'
         + _figure("traffic", "Weights and KV cache", findings.traffic(analysis), TRAFFIC)
+        + sections.gathering(analysis)
         + sections.stalls(analysis)
         + sections.samples(run)
         + sections.limits(run, analysis)

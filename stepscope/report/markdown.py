@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from stepscope.analyze.model import Analysis, Comparison, Evidence, MetricRow
 from stepscope.records import Run
 from stepscope.report import findings
+from stepscope.report.tables import GATHER_HEAD, gather_rows
 from stepscope.text import NA, listing, ms, percent, plural, printable, sig, size
 
 MOST_STALLS = 10
@@ -50,6 +51,7 @@ def _run(label: str, run: Run, analysis: Analysis) -> str:
             *_evidence(analysis),
             *_numbers(analysis),
             *_budget(analysis),
+            *_gathering(analysis),
             *_stalls(analysis),
             *_limits(run, analysis),
         ]
@@ -105,6 +107,13 @@ def _budget(analysis: Analysis) -> list[str]:
         for b in analysis.budget
     ]
     return ["## Where the time goes", table(["part", "ms per step", "%", "from"], rows)]
+
+
+def _gathering(analysis: Analysis) -> list[str]:
+    rows = gather_rows(analysis)
+    if not rows:
+        return []
+    return ["## Gather against context", esc(findings.gather(analysis)), table(GATHER_HEAD, rows)]
 
 
 def _stalls(analysis: Analysis) -> list[str]:

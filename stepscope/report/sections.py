@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from stepscope.analyze.model import Analysis, Evidence, Latency, Stall
 from stepscope.records import Run
 from stepscope.report import findings
+from stepscope.report.tables import GATHER_HEAD, gather_rows
 from stepscope.text import NA, listing, ms, percent, plural, printable, sig, size
 
 MOST_STALLS = 40
@@ -241,6 +242,18 @@ def _what_ifs(analysis: Analysis) -> str:
     ]
     return "<h3>What if <small>estimated from the budget, never measured</small></h3>" + table(
         ["change", "ms now", "ms then", "per", ""], body, cls="num prose"
+    )
+
+
+def gathering(analysis: Analysis) -> str:
+    body = [[esc(cell) for cell in row] for row in gather_rows(analysis)]
+    if not body:
+        return ""
+    found = f'<p class="finding">{prose(findings.gather(analysis))}</p>'
+    return (
+        f"<section><h2>Gather against context</h2>{found}"
+        + table(GATHER_HEAD, body, cls="num")
+        + "</section>"
     )
 
 

@@ -11,11 +11,22 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from stepscope.analyze.model import StepView
+from stepscope.analyze.model import Analysis, StepView
 from stepscope.records import PHASES, RequestRecord, Run
-from stepscope.text import NA, ms, percent, printable, size
+from stepscope.text import NA, ms, percent, printable, sig, size
 
 ABSENT = "-"  # what a row of this kind does not have, as opposed to what was not observed
+
+
+GATHER_HEAD = (
+    "context",
+    "batch",
+    "steps",
+    "gathered MB",
+    "gather ms",
+    "forward ms",
+    "gathered GB/s",
+)
 
 
 def grid(*columns: tuple[str, str], padding: int = 2) -> Table:
@@ -77,6 +88,24 @@ def step_table(view: StepView) -> Table:
 def phase_ms(view: StepView, ns: int | None) -> str:
     """A phase in ms; an idle row has only the phases in which something was waited for."""
     return ABSENT if view.kind == "idle" and not ns else ms(ns)
+
+
+def gather_rows(analysis: Analysis) -> list[list[str]]:
+    """The cells under GATHER_HEAD; none where only one length of context was seen."""
+    if len(analysis.gathers) < 2:
+        return []
+    return [
+        [
+            f"{p.context:,.0f}",
+            sig(p.batch),
+            f"{p.n:,}",
+            sig(None if p.gather_bytes is None else p.gather_bytes / 1e6),
+            ms(p.gather_ns),
+            ms(p.forward_ns),
+            sig(None if p.bytes_per_s is None else p.bytes_per_s / 1e9),
+        ]
+        for p in analysis.gathers
+    ]
 
 
 def _csv(rows: Sequence[dict[str, Any]], names: Sequence[str] = ()) -> str:
