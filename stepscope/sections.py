@@ -50,6 +50,13 @@ def _policies(value: Any) -> tuple[str, ...]:
     return names
 
 
+def _sizes(value: Any) -> tuple[int, ...]:
+    sizes = tuple(_whole(v) for v in value) if isinstance(value, list | tuple) else ()
+    if not sizes or len(set(sizes)) < len(sizes):
+        raise ValueError("a list of different batch sizes, such as [1, 4, 16]")
+    return tuple(sorted(sizes))
+
+
 # ---------------------------------------------------------------- the sections
 
 
@@ -93,6 +100,8 @@ class EngineSection:
     threads: int | None = _count(None, high=4096)
     products: str = _knob("auto", _text, choices=("auto", "plain", "onednn"))
     overlap: bool = _knob(False, _flag)
+    graphs: str = _knob("eager", _text, choices=("eager", "cuda"))
+    graph_buckets: tuple[int, ...] | None = _knob(None, _sizes, 1, 65_536)
     attention: str = _knob("auto", _text, choices=("auto", "gather", "paged"))
     warmup_steps: int = _count(0, low=0, high=1_000_000)
 

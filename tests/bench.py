@@ -24,7 +24,7 @@ import torch
 from stepscope.device.ceilings import load_or_measure
 from stepscope.device.host import describe_host
 from stepscope.models.load import LoadedModel, load_model
-from stepscope.runner.execute import build_decoder
+from stepscope.runner.job import build_decoder
 from stepscope.runner.probe import decode_plan, steps
 from stepscope.runner.torch_runner import TorchRunner
 from stepscope.spec import QUANTIZED, ModelSpec, compute_dtype

@@ -18,7 +18,7 @@ from stepscope.engine.request import Request, Sampling
 from stepscope.models.decoder import Decoder
 from stepscope.models.load import load_model
 from stepscope.records import RequestRecord
-from stepscope.runner.execute import build_decoder
+from stepscope.runner.job import build_decoder
 from stepscope.runner.torch_runner import TorchRunner
 
 GOLDENS = Path(__file__).parent / "data" / "goldens" / "smollm2_greedy_transformers_fp32.json"

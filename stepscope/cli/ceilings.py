@@ -31,27 +31,36 @@ def ceilings(
     model: Annotated[str, typer.Option(envvar="STEPSCOPE_MODEL")] = "smollm2-135m",
     dtype: Annotated[str, typer.Option(envvar="STEPSCOPE_DTYPE")] = "fp32",
     threads: Annotated[int | None, typer.Option(envvar="STEPSCOPE_THREADS", min=1)] = None,
+    device: Annotated[
+        str, typer.Option(envvar="STEPSCOPE_DEVICE", help="auto, cpu or cuda.")
+    ] = "auto",
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again.")] = False,
     json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Measure bandwidth, FLOP and dispatch ceilings of this device, once; show the card."""
+    import torch
+
     from stepscope.device.ceilings import load_or_measure
+    from stepscope.device.cuda import choose_device
     from stepscope.models.load import load_model
     from stepscope.report.card import card_text
-    from stepscope.runner.execute import build_decoder
-    from stepscope.runner.twin import measure_twin
+    from stepscope.runner.job import build_decoder
+    from stepscope.runner.twin import Twin, measure_twin
 
     status = StatusLine()
-    loaded = load_model(model, dtype, progress=status.show, told=status.say)
+    where = choose_device(device)
+    loaded = load_model(model, dtype, progress=status.show, told=status.say, device=where)
     count = thread_count(threads)
     measured = load_or_measure(
         loaded.spec,
         count,
         refresh=refresh,
         progress=status.measuring,
+        device=where,
     )
     products = build_decoder(loaded, "auto").products
-    measured = replace(measured, twin=tuple(measure_twin(loaded.spec, (1, 4, 16), products)))
+    twin = Twin(loaded.spec, products, device=torch.device(where))
+    measured = replace(measured, twin=tuple(measure_twin(twin, (1, 4, 16))))
     status.clear()
     if json:
         print_json(measured.to_dict())

@@ -13,11 +13,11 @@ import typer
 
 from stepscope.cli import gates
 from stepscope.cli.output import RUNS, StatusLine, note, print_json, shell_word, stdout, wrote
-from stepscope.errors import INTERRUPTED, CannotJudge, UsageError
+from stepscope.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
     from stepscope.engine.loop import Output
-    from stepscope.runner.execute import Job, Watcher
+    from stepscope.runner.job import Job, Watcher
     from stepscope.scenario import Scenario
 
 PROMPT_SCENARIO = """
@@ -60,13 +60,18 @@ def run(
         ),
     ] = None,
     policy: Policies = None,
-    device: Annotated[str, typer.Option(envvar="STEPSCOPE_DEVICE", help="auto or cpu.")] = "auto",
+    device: Annotated[
+        str, typer.Option(envvar="STEPSCOPE_DEVICE", help="auto, cpu or cuda.")
+    ] = "auto",
     attention: Annotated[
         str | None,
         typer.Option(help="auto, gather, or paged (reads pages in place; what auto is on CUDA)."),
     ] = None,
     threads: Annotated[
         int | None, typer.Option(envvar="STEPSCOPE_THREADS", min=1, help="CPU threads.")
+    ] = None,
+    graphs: Annotated[
+        str | None, typer.Option(help="How decode steps are launched: eager or cuda.")
     ] = None,
     overlap: Annotated[
         bool | None, typer.Option(help="Schedule a step while the last one is computed.")
@@ -105,6 +110,7 @@ def run(
             "engine.policy": policy,
             "engine.attention": attention,
             "engine.threads": threads,
+            "engine.graphs": graphs,
             "engine.overlap": overlap,
             "workload.seed": seed,
             "sampling.seed": seed,
@@ -117,7 +123,7 @@ def run(
         _print_origins(chosen, json)
         return
     status = StatusLine()
-    paths, interrupted = _run_all(chosen, status, output, force, no_ceilings, prompt, json)
+    paths, interrupted = _run_all(chosen, status, device, output, force, no_ceilings, prompt, json)
     _results(paths, prompt is not None, json, rules)
     if interrupted:
         sys.exit(INTERRUPTED)
@@ -153,10 +159,9 @@ def _override(scenario: Scenario, settings: list[str], flags: dict[str, Any]) ->
 
 
 def _check_device(device: str) -> None:
-    if device == "cuda":
-        raise CannotJudge("runs on a CUDA device are not there yet; use --device cpu")
-    if device not in ("auto", "cpu"):
-        raise UsageError(f"there is no device '{device}'; choose auto or cpu")
+    """Only the word: whether there is a GPU is for the machine that runs it."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"there is no device '{device}'; choose auto, cpu or cuda")
 
 
 def _check_policies(scenario: Scenario) -> None:
@@ -180,6 +185,7 @@ def _print_origins(scenario: Scenario, json: bool) -> None:
 def _run_all(
     scenario: Scenario,
     status: StatusLine,
+    device: str,
     output: Path | None,
     force: bool,
     no_ceilings: bool,
@@ -189,16 +195,19 @@ def _run_all(
     """One run per policy, on the same weights and arrivals. Stops after an interrupted one."""
     from stepscope.cli.ceilings import thread_count
     from stepscope.device.ceilings import load_or_measure
-    from stepscope.models.backends import choose_attention
+    from stepscope.device.cuda import choose_device
     from stepscope.models.load import load_model
-    from stepscope.runner.execute import Job, Watcher, build_decoder, execute, limits_of
+    from stepscope.runner.execute import execute
+    from stepscope.runner.job import Job, Watcher, build_decoder, limits_of
+    from stepscope.runner.launching import check_launching
     from stepscope.store import slug
 
     policies = scenario.engine.policies
     threads = thread_count(scenario.engine.threads)
     for policy in policies:  # a mistake in the second shows before the first has run
         limits_of(scenario, policy, 1)
-    choose_attention(scenario.engine.attention, "cpu")
+    device = choose_device(device)
+    check_launching(scenario.engine, device)
     folders = [slug(policy) for policy in policies]
     if len(set(folders)) < len(folders):
         raise UsageError(f"policies {', '.join(policies)} would share a directory; drop one")
@@ -209,13 +218,14 @@ def _run_all(
         overrides=section.dimensions or None,
         progress=status.show,
         told=status.say,
+        device=device,
     )
     status.clear()
     for sentence in model.notes:
         status.say(sentence)
     ceilings = None
     if not no_ceilings:
-        ceilings = load_or_measure(model.spec, threads, progress=status.measuring)
+        ceilings = load_or_measure(model.spec, threads, progress=status.measuring, device=device)
     decoder = build_decoder(model, scenario.engine.products, scenario.engine.kv_dtype)
     several = len(policies) > 1
     paths: list[Path] = []

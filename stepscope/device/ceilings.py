@@ -19,6 +19,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepscope.device.cuda import gpu_key
 from stepscope.device.host import cpu_model, machine_key, memory_bytes
 from stepscope.errors import StepscopeError
 from stepscope.spec import ELEMENT_BYTES, QUANTIZED, Ceilings, GemvPoint, ModelSpec, compute_dtype
@@ -298,11 +299,12 @@ def cache_dir() -> Path:
     return Path(platformdirs.user_cache_dir("stepscope"))
 
 
-def cache_file(spec: ModelSpec, threads: int) -> Path:
+def cache_file(spec: ModelSpec, threads: int, device: str = "cpu") -> Path:
     """Where the ceilings of this machine, thread count, dtype and model shape are kept."""
+    where = f"{threads}t" if device == "cpu" else f"{device}-{gpu_key()}"
     shape = (CACHE_FORMAT, gemv_shapes(spec), spec.layers, spec.weight_bytes)
     digest = hashlib.sha256(repr(shape).encode()).hexdigest()[:12]
-    return cache_dir() / f"ceilings-{machine_key()}-{threads}t-{spec.dtype}-{digest}.json"
+    return cache_dir() / f"ceilings-{machine_key()}-{where}-{spec.dtype}-{digest}.json"
 
 
 def load(file: Path) -> Ceilings | None:
@@ -328,13 +330,19 @@ def load_or_measure(
     progress: Progress = no_progress,
     refresh: bool = False,
     plan: Plan | None = None,
+    device: str = "cpu",
 ) -> Ceilings:
     """The cached ceilings, or new ones, which are then cached. A cache that cannot be written is a
     note, not an error."""
-    file = cache_file(spec, threads)
+    file = cache_file(spec, threads, device)
     if not refresh and (cached := load(file)):
         return cached
-    ceilings = measure(spec, threads, progress, plan)
+    if device == "cuda":
+        from stepscope.device.cuda_ceilings import measure_cuda
+
+        ceilings = measure_cuda(spec, progress)
+    else:
+        ceilings = measure(spec, threads, progress, plan)
     try:
         save(file, ceilings)
     except OSError as error:

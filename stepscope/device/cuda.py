@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,13 @@ def describe_gpu() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "uuid": str(getattr(found, "uuid", "")) or None,
     }
+
+
+def gpu_key() -> str:
+    """Names the current GPU in a file name."""
+    import torch
+
+    return re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name()).strip("-").lower()
 
 
 def count_launches(call: Callable[[], object]) -> int | None:

@@ -22,6 +22,10 @@ from stepscope.models.decoder import Decoder
 Forward = Callable[[], torch.Tensor]
 Capture = Callable[[Forward], tuple[Callable[[], None], torch.Tensor]]
 WARM_UPS = 2
+NOT_PAGED = (
+    "graphs = cuda needs attention that reads pages in place, as gathered contexts change their "
+    "shape; use --attention paged or --graphs eager"
+)
 
 
 @dataclass(slots=True)
@@ -62,10 +66,7 @@ class CudaGraphs:
                 "every layer; use --graphs eager"
             )
         if attention.name != "paged":
-            raise UsageError(
-                "graphs = cuda needs attention that reads pages in place, as gathered contexts "
-                "change their shape; use --attention paged or --graphs eager"
-            )
+            raise UsageError(NOT_PAGED)
         self._decoder, self._attention = decoder, attention
         self.buckets = tuple(sorted(buckets))
         self._capture = capture or _CudaCapture()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from stepscope.engine.kv import PagePool
 from stepscope.engine.scheduler import Scheduler
 from stepscope.models.tensors import available_memory, check_free
@@ -9,13 +11,15 @@ from stepscope.sections import EngineSection
 from stepscope.text import plural
 
 
-def swap_pages(engine: EngineSection, pool: PagePool, page_bytes: int) -> int | None:
+def swap_pages(
+    engine: EngineSection, pool: PagePool, page_bytes: int, device: torch.device
+) -> int | None:
     """Pages that may wait in host memory; None = no limit, where the free memory is unknown.
 
     As given, or what half of the free memory holds once the cache itself has filled.
     Raises StepscopeError for more than there is.
     """
-    cache = pool.total * page_bytes
+    cache = pool.total * page_bytes if device.type == "cpu" else 0
     if engine.swap_tokens is None:
         free = available_memory()
         return None if free is None else max(free - cache, 0) // 2 // page_bytes

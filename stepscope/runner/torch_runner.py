@@ -39,7 +39,13 @@ class Batch:
 class DecodeGraphs(Protocol):
     """Steps that only decode, at fixed batch sizes (buckets), in few launches."""
 
-    kind: str  # compile or cuda
+    @property
+    def kind(self) -> str:
+        """compile or cuda"""
+
+    @property
+    def buckets(self) -> Sequence[int]:
+        """Ascending."""
 
     def bucket(self, n: int) -> int | None:
         """The size that a step of n decodes is padded to; None = too many."""
@@ -73,8 +79,13 @@ class TorchRunner:
         self.attention = attention_for(attention, spec, self.cache, pages, longest)
         self.graphs: DecodeGraphs | None = None
         self.timeline: Timeline | None = None  # of a device that works by itself
+        self.launches: dict[tuple[str, int], int] = {}  # by graph and rows, where counted
         self._places: dict[Request, int] = {}  # where the last step's ids are each request's
         self._ids = torch.empty(0, dtype=torch.int64, device=weight.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.embed.device
 
     @torch.inference_mode()
     def move(self, moves: Sequence[Move]) -> None:
@@ -92,7 +103,7 @@ class TorchRunner:
         sampled = [s for s in slices if s.samples]
         self._places = {s.request: i for i, s in enumerate(sampled)}
         settings = [s.request.sampling for s in sampled]
-        spec, device = self.decoder.spec, self.decoder.embed.device
+        spec, device = self.decoder.spec, self.device
         edits = plan_edits([s.request for s in sampled], spec.vocab, spec.eos_ids, device)
         draw = plan_draw(settings, [s.context for s in sampled], spec.vocab, device, edits)
         attention = self.attention.build(plan, split, pad_to)
@@ -124,6 +135,8 @@ class TorchRunner:
             plan.graph = self.graphs.kind if pad_to is not None else "eager"
         if self.timeline is None:
             return None
+        if not plan.prefills:
+            plan.launches = self.launches.get((plan.graph, pad_to or len(plan.decodes)))
         spans = plan.spans = self.timeline.step()
         plan.syncs = 1 + (self.decoder.spec.layers if self.decoder.spec.experts else 0)
         return spans
@@ -143,7 +156,7 @@ class TorchRunner:
                 tokens.append(0)
         if not rows:
             return tokens, None
-        device = self.decoder.embed.device
+        device = self.device
         return tokens, (
             to_device(rows, device, torch.int64),
             to_device(places, device, torch.int64),

@@ -11,7 +11,7 @@ import torch
 from stepscope.errors import UsageError
 from stepscope.models.linear import Linear, choose_products
 from stepscope.models.load import load_model
-from stepscope.runner.execute import build_decoder
+from stepscope.runner.job import build_decoder
 from stepscope.runner.torch_runner import TorchRunner
 from stepscope.spec import compute_dtype
 from tests.engine.families import FAMILIES, Family, make

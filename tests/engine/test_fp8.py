@@ -27,7 +27,7 @@ from stepscope.models.quantize import (
     weight_format,
 )
 from stepscope.models.tensors import plan_bytes, tensor_plan
-from stepscope.runner.execute import build_decoder
+from stepscope.runner.job import build_decoder
 from stepscope.runner.torch_runner import TorchRunner
 from stepscope.runner.twin import twin_spec
 from stepscope.spec import ModelSpec, product_dtype
