@@ -227,7 +227,7 @@ def _run_all(
                 RUNS,
                 directory,
                 force,
-                model.notes + (ceilings.notes if ceilings else ()),
+                notes=model.notes + (ceilings.notes if ceilings else ()),
             )
             paths.append(_run_one(job, watcher, status, execute))
             if watcher.interrupted:
