@@ -26,6 +26,7 @@ from stepscope.tables import EVENTS, PARTS, REQUESTS, STEPS, TABLES, Table, read
 from stepscope.text import listing, plural
 
 META = "run.json"
+LAST = ".last"  # beside the runs: where the latest one went that is not among them
 RUN_FILES = (META, *(t.file for t in TABLES), "spans.csv")
 # Lone surrogates (undecodable file names inside a message) must survive, not stop a run.
 _ENCODING: dict[str, str] = {"encoding": "utf-8", "errors": "surrogatepass"}
@@ -268,8 +269,14 @@ def list_runs(
 
     on_skip is told, in a sentence, about each directory that looks like a run but cannot be read.
     """
+    paths = sorted([*Path(root).glob(f"*/{META}"), *Path(root).glob(f"*/*/{META}")])
+    return _in_order(paths, on_skip)
+
+
+def _in_order(paths: Sequence[Path], on_skip: Callable[[str], None]) -> list[tuple[Path, RunMeta]]:
+    """The runs of these run.json, oldest first."""
     found = []
-    for path in sorted([*Path(root).glob(f"*/{META}"), *Path(root).glob(f"*/*/{META}")]):
+    for path in paths:
         try:
             found.append((path.parent, read_meta(path.parent), path.stat().st_mtime_ns))
         except (UsageError, OSError) as error:
@@ -278,15 +285,33 @@ def list_runs(
     return [(path, meta) for path, meta, _ in found]
 
 
+def remember_run(directory: Path, root: Path) -> None:
+    """So that `last` finds a run that was written outside of root; a refusing disk is no matter."""
+    directory = directory.resolve()
+    if root.resolve() not in directory.parents:
+        with contextlib.suppress(OSError):
+            root.mkdir(parents=True, exist_ok=True)
+            write_atomically(root / LAST, f"{directory}\n")
+
+
+def _latest(runs: list[tuple[Path, RunMeta]], root: Path) -> Path | None:
+    """The newest of the runs in root and the one outside of it that was recorded last."""
+    paths = [path for path, _ in runs[-1:]]
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        paths.append(Path((root / LAST).read_bytes().decode(**_ENCODING).strip()))
+    found = _in_order([path / META for path in paths if (path / META).is_file()], lambda why: None)
+    return found[-1][0] if found else None
+
+
 def find_run(ref: str, root: Path) -> Path:
     """A run directory from its path, the beginning of its run id, or `last`. Raises UsageError."""
     if ref != "last" and (Path(ref) / META).is_file():
         return Path(ref)
     runs = list_runs(root)
+    if ref == "last" and (latest := _latest(runs, root)):
+        return latest
     if not runs:
         raise UsageError(f"no run {ref!r}: {root} holds no runs; make one with stepscope run")
-    if ref == "last":
-        return runs[-1][0]
     matches = [p for p, m in runs if ref and (m.run_id.startswith(ref) or p.name.startswith(ref))]
     exact = [p for p, m in runs if ref in (m.run_id, p.name)]
     if len(exact or matches) == 1:

@@ -161,14 +161,19 @@ def _differences(runs: list[tuple[str, Run]]) -> list[str]:
 def _difference(what: str, runs: list[tuple[str, Run]], read: Callable[[Run], Any]) -> str:
     shown = read
     if what == "model":
-        keys = _differing_keys([run.meta.model for _, run in runs])
+        keys = _differing_keys([_model(run) for _, run in runs])
         what = f"model ({listing(keys)})"
 
         def shown(run: Run) -> Any:
-            return ", ".join(str(run.meta.model.get(k)) for k in keys[:4])
+            return ", ".join(str(_model(run).get(k)) for k in keys[:4])
 
     sides = [f"{label} {_short(shown(run))}" for label, run in runs]
     return f"{what}: {listing(sides, 6)}"
+
+
+def _model(run: Run) -> dict[str, Any]:
+    """What is set: older runs lack the fields that came later."""
+    return {key: value for key, value in run.meta.model.items() if value not in (None, "")}
 
 
 def _short(value: Any) -> str:
@@ -191,7 +196,7 @@ COMPARED: dict[str, Callable[[Run], Any]] = {
     "stamp": lambda run: run.meta.stamp,
     "device": lambda run: f"{run.meta.device.get('kind')} {run.meta.device.get('name')}",
     "threads": lambda run: run.meta.device.get("threads"),
-    "model": lambda run: run.meta.model,
+    "model": lambda run: _model(run),
     "workload": lambda run: run.meta.workload.get("sha256"),
     "dtype": lambda run: run.meta.engine.get("dtype"),
 }

@@ -65,4 +65,4 @@ def ceilings(
     if json:
         print_json(measured.to_dict())
     else:
-        stdout().print(card_text(loaded.spec, measured), highlight=False, markup=False)
+        stdout().print(card_text(loaded.spec, measured, products), highlight=False, markup=False)

@@ -32,7 +32,7 @@ def compare(
     ] = None,
 ) -> None:
     """Compare runs of identical arrivals: latencies, goodput, stalls, preemptions."""
-    from stepscope.report import console as view
+    from stepscope.report import side_by_side as view
 
     rules = [gates.parse_delta(text) for text in fail_on or []]
     loaded, result = load([base, *new], RUNS)

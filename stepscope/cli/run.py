@@ -226,6 +226,8 @@ def _run_all(
     ceilings = None
     if not no_ceilings:
         ceilings = load_or_measure(model.spec, threads, progress=status.measuring, device=device)
+        for sentence in ceilings.notes:
+            status.say(sentence)
     decoder = build_decoder(model, scenario.engine.products, scenario.engine.kv_dtype)
     several = len(policies) > 1
     paths: list[Path] = []
@@ -246,7 +248,7 @@ def _run_all(
                 RUNS,
                 directory,
                 force,
-                model.notes,
+                notes=model.notes + (ceilings.notes if ceilings else ()),
             )
             paths.append(_run_one(job, watcher, status, execute))
             if watcher.interrupted:
@@ -257,11 +259,14 @@ def _run_all(
 
 
 def _run_one(job: Job, watcher: Watcher, status: StatusLine, execute: Any) -> Path:
+    from stepscope.store import remember_run
+
     status.say(f"{job.scenario.name} under {job.policy}: {len(job.scenario.requests)} requests")
     try:
         path: Path = execute(job, watcher)
     finally:
         status.clear()
+    remember_run(path, RUNS)
     wrote(path, f"stepscope report {shell_word(path)} -o report.html")
     return path
 
@@ -295,6 +300,7 @@ def _stream(output: Output) -> None:
 def _results(paths: list[Path], prompted: bool, json: bool, rules: list[gates.Limit]) -> None:
     from stepscope.cli.compare import load
     from stepscope.report import console as view
+    from stepscope.report.side_by_side import comparison as compared
 
     loaded, comparison = load([str(p) for p in paths], RUNS)
     if json:
@@ -318,6 +324,6 @@ def _results(paths: list[Path], prompted: bool, json: bool, rules: list[gates.Li
             view.show(out, run, analysis, f"stepscope report {shell_word(path)} -o report.html")
             out.print()
         if comparison is not None:
-            view.comparison(out, comparison, None, False)
+            compared(out, comparison, None, False)
     for _, _, analysis in loaded:
         gates.judge_limits(rules, analysis)

@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepscope.device.cuda import gpu_key
-from stepscope.device.host import cpu_model, machine_key, memory_bytes
+from stepscope.device.host import (
+    ForeignLoad,
+    cpu_model,
+    foreign_share,
+    machine_key,
+    memory_bytes,
+)
 from stepscope.errors import StepscopeError
 from stepscope.spec import ELEMENT_BYTES, QUANTIZED, Ceilings, GemvPoint, ModelSpec, compute_dtype
 from stepscope.stats import median, percentile
@@ -34,6 +40,9 @@ ROW_BYTES = 16_384
 CACHE_FORMAT = 1  # raised when what is measured changes, so that old files are measured again
 GEMM_DTYPES = ("fp32", "bf16")
 SLOW_GEMM_S = 0.5
+# Above this share of all CPU time used by others, what was measured is no ceiling. More than makes
+# a block of steps noisy: every rate is a median of repeats that lie seconds apart.
+BUSY_SHARE = 0.1
 
 Progress = Callable[[str, float], None]  # what is measured now, share done (0 to 1)
 Call = Callable[[], object]
@@ -129,6 +138,8 @@ def measure(
 
     plan = plan or Plan()
     begin = plan.clock()
+    load = ForeignLoad(plan.clock)
+    before = load.sample()
     try:
         with _threads(threads), torch.inference_mode():
             progress("read bandwidth", 0.0)
@@ -145,6 +156,8 @@ def measure(
             f"the ceilings could not be measured ({str(error).splitlines()[0]}); "
             "free some memory and try again"
         ) from error
+    foreign = foreign_share(before, load.sample(), load.cores)
+    load.close()
     return Ceilings(
         device=cpu_model(),
         threads=threads,
@@ -159,6 +172,7 @@ def measure(
         ),
         extra={
             "seconds": (plan.clock() - begin) / 1e9,
+            "foreign_share": foreign,  # of the cores, by other processes; None = not known
             "read": {str(size): asdict(rate) for size, rate in reads.items()},
             "copy": asdict(copy),
             "gemv": {name: asdict(rate) for name, rate in gemv.items()},
@@ -332,8 +346,11 @@ def load_or_measure(
     plan: Plan | None = None,
     device: str = "cpu",
 ) -> Ceilings:
-    """The cached ceilings, or new ones, which are then cached. A cache that cannot be written is a
-    note, not an error."""
+    """The cached ceilings, or new ones, which are then cached.
+
+    What was measured while others were busy is not: the next run measures again. That, and a cache
+    that cannot be written, is told in a note.
+    """
     file = cache_file(spec, threads, device)
     if not refresh and (cached := load(file)):
         return cached
@@ -343,6 +360,13 @@ def load_or_measure(
         ceilings = measure_cuda(spec, progress)
     else:
         ceilings = measure(spec, threads, progress, plan)
+    foreign = ceilings.extra.get("foreign_share")
+    if foreign is not None and foreign > BUSY_SHARE:
+        note = (
+            f"the ceilings were measured while other processes used {foreign * 100:.0f} % of the"
+            " cores: they may be too low, are not kept, and are measured again next time"
+        )
+        return replace(ceilings, notes=(*ceilings.notes, note))
     try:
         save(file, ceilings)
     except OSError as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stepscope.device.timeline import Timeline, anchor
-from stepscope.errors import UsageError
+from stepscope.errors import CannotJudge, UsageError
 
 # What the host calls to hand work to the device (CUDA runtime and driver, as CUPTI names them).
 LAUNCH_CALLS = (
@@ -27,14 +27,14 @@ def cuda_available() -> bool:
 
 
 def choose_device(wanted: str) -> str:
-    """cpu or cuda for auto, cpu or cuda. Raises UsageError for anything else or without a GPU."""
+    """cpu or cuda for auto, cpu or cuda. Raises UsageError, or CannotJudge without a GPU."""
     if wanted not in ("auto", "cpu", "cuda"):
         raise UsageError(f"there is no device '{wanted}'; choose auto, cpu or cuda")
     if wanted == "cpu":
         return wanted
     found = cuda_available()
     if wanted == "cuda" and not found:
-        raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
+        raise CannotJudge("--device cuda: torch sees no CUDA device here; use --device cpu")
     return "cuda" if found else "cpu"
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from stepscope.spec import Ceilings, ModelSpec
+from stepscope.spec import QUANTIZED, Ceilings, ModelSpec
 from stepscope.text import ms, sig, size
 
 
-def card_text(spec: ModelSpec, ceilings: Ceilings) -> str:
-    """Plain text, a line per fact, with units."""
+def card_text(spec: ModelSpec, ceilings: Ceilings, products: str = "plain") -> str:
+    """Plain text, a line per fact, with units. products: which the engine takes here."""
     rate = ceilings.read_rate(spec.weight_bytes)
     bound_ns = spec.weight_bytes / rate * 1e9
     lines = [
@@ -21,7 +21,7 @@ def card_text(spec: ModelSpec, ceilings: Ceilings) -> str:
         "",
         "read bandwidth by working set",
         *(f"  {size(at):>10}   {size(value)}/s" for at, value in ceilings.read_curve),
-        "matrix-vector products at the model's shapes",
+        *_products(spec, products),
         *(
             f"  {p.name:<8} {p.rows:>6} x {p.cols:<6} {p.dtype}   {size(p.bytes_per_s)}/s"
             for p in ceilings.gemv
@@ -36,3 +36,13 @@ def card_text(spec: ModelSpec, ceilings: Ceilings) -> str:
             for p in ceilings.twin
         ]
     return "\n".join([*lines, *ceilings.notes])
+
+
+def _products(spec: ModelSpec, products: str) -> list[str]:
+    """Whose rates follow: not those of the engine where it has found a faster product."""
+    if spec.dtype in QUANTIZED:
+        return ["matrix-vector products at the model's shapes, straight from the codes"]
+    title = ["matrix-vector products at the model's shapes, by F.linear"]
+    if products == "onednn":
+        title.append("  (the engine uses oneDNN's here, found faster; they are not in this table)")
+    return title

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stepscope.analyze.model import Analysis, Comparison, Latency, MetricRow, StepView
+from stepscope.analyze.model import Analysis, Latency, StepView
 from stepscope.records import FORWARD, GATHER, PHASES, Run, RunMeta
 from stepscope.report.tables import ABSENT, GATHER_HEAD, add, gather_rows, grid, phase_ms
 from stepscope.text import NA, ms, percent, plural, printable, sig, size
@@ -293,37 +293,3 @@ def token_table(run: Run, analysis: Analysis) -> Table:
             *logprobs[i : i + 1],
         )
     return table
-
-
-def comparison(
-    console: Console, result: Comparison, metrics: list[str] | None, changed: bool
-) -> None:
-    """Runs side by side; the first is the baseline of every delta."""
-    verdict = "comparable: yes" if not result.differences else "comparable: no"
-    console.print(Text(verdict, style="bold"))
-    for difference in result.differences:
-        console.print(Text(f"  {printable(difference)}"))
-    table = grid(
-        ("metric", "left"),
-        *(
-            (f"{_one_line(label)}\n{stamp}", "right")
-            for label, stamp in zip(result.labels, result.stamps, strict=True)
-        ),
-        *(("delta", "right") for _ in result.labels[1:]),
-    )
-    table.columns[0].no_wrap = True
-    for row in result.rows:
-        if (not metrics or row.metric in metrics) and not (changed and not _moved(row)):
-            add(
-                table,
-                row.metric,  # carries its unit
-                *(sig(v) for v in row.values),
-                *(NA if d is None else f"{d * 100:+.1f} %" for d in row.deltas[1:]),
-            )
-    console.print(table)
-    for note in result.notes:
-        console.print(Text(printable(note), style="dim"))
-
-
-def _moved(row: MetricRow) -> bool:
-    return any(d is None or d != 0 for d in row.deltas[1:])

@@ -191,11 +191,12 @@ def ceilings(run: Run, analysis: Analysis) -> str:
     per_second = [
         f"{size(r)}/s" if r else NA for r in (card.read_bytes_per_s, card.gemv_bytes_per_s)
     ]
+    by = ", by F.linear" if run.meta.engine.get("products") in ("plain", "onednn") else ""
     left = [
         ("weights a step reads", size(card.weight_bytes)),
         ("KV cache per token", size(card.kv_bytes_per_token)),
         ("read rate at that working set", per_second[0]),
-        ("matrix-vector products reach", per_second[1]),
+        (f"matrix-vector products{by} reach", per_second[1]),
         ("matrix products, GFLOP/s", sig(gflops)),
     ]
     right = [

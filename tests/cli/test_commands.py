@@ -74,6 +74,7 @@ def test_ceilings_are_measured_cached_and_shown(
         most_copy_bytes=1 << 20, most_gemv_bytes=1 << 20,
     )  # fmt: skip
     monkeypatch.setattr(ceilings, "Plan", lambda: small)
+    monkeypatch.setattr(ceilings, "foreign_share", lambda before, after, cores: 0.0)
     result = stepscope("run", tiny, "--json")
     assert result.code == 0, result.err
     analysis = json.loads(result.out)["runs"][0]
@@ -97,6 +98,37 @@ def test_show(stepscope: Call, ran: Path, arguments: list[str], fmt: str) -> Non
 def test_the_name_of_a_run_alone_shows_it(stepscope: Call, ran: Path) -> None:
     assert stepscope("last").out == stepscope("show", "last").out
     assert "verdict" in stepscope("last").out
+
+
+def test_last_is_the_latest_run_wherever_it_went(
+    stepscope: Call, tiny: Path, ran: Path, tmp_path: Path
+) -> None:
+    away = tmp_path / "away"
+    assert stepscope("run", tiny, "-o", away, "--no-ceilings").code == 0
+    assert json.loads(stepscope("show", "last", "--json").out)["run"] == str(away)
+    assert stepscope("run", tiny, "-o", ran, "--force", "--no-ceilings").code == 0
+    assert json.loads(stepscope("show", "last", "--json").out)["run"] == str(Path("runs") / "one")
+
+
+def test_ceilings_of_a_busy_machine_are_told_and_not_kept(
+    stepscope: Call, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepscope.device import ceilings
+
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "cache"))
+    small = ceilings.Plan(largest_bytes=1 << 20, repeats=1, seconds_per_repeat=0, gemm_sizes=(8,))
+    monkeypatch.setattr(ceilings, "Plan", lambda: small)
+    monkeypatch.setattr(ceilings, "foreign_share", lambda before, after, cores: 0.4)
+    result = stepscope("run", tiny, "-o", "out")
+    assert result.code == 0 and "used 40 % of the cores" in result.err
+    notes = json.loads(Path("out/run.json").read_text())["notes"]
+    assert any("used 40 % of the cores" in note for note in notes)
+    assert not list((tmp_path / "cache").glob("ceilings-*"))
+    card = stepscope("ceilings", "--model", "dummy:llama", "--dtype", "bf16").out
+    assert "matrix-vector products at the model's shapes, by F.linear" in card
+    assert "used 40 % of the cores" in " ".join(card.split())
+    card = stepscope("ceilings", "--model", "dummy:llama", "--dtype", "int8").out
+    assert "straight from the codes" in card and "F.linear" not in card
 
 
 def test_show_a_step_that_is_not_there(stepscope: Call, ran: Path) -> None:

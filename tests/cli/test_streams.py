@@ -20,7 +20,7 @@ from stepscope.analyze.rules import RULES
 from stepscope.cli import output
 from stepscope.records import Run
 from stepscope.report import console as view
-from stepscope.report import tables
+from stepscope.report import side_by_side, tables
 from stepscope.store import RunWriter
 from tests.cli.conftest import Result
 from tests.synthetic import Prefill, make_run
@@ -85,7 +85,7 @@ def test_cells_and_titles_of_tables_are_shown_as_they_are(text: str) -> None:
     assert shown(lambda c: c.print(view.token_table(run, analysis))).count(pieces) == 2
     assert shown(lambda c: c.print(view.steps_table([step]))).count(text) == 2
     assert shown(lambda c: c.print(tables.step_table(step))).count(text) == 2
-    assert shown(lambda c: view.comparison(c, both, None, False)).count(text) == 4
+    assert shown(lambda c: side_by_side.comparison(c, both, None, False)).count(text) == 4
 
 
 def test_the_console_of_every_command_takes_text_as_it_is(

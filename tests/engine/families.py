@@ -65,7 +65,12 @@ GEMMA3_ROPE = {
 }
 
 FAMILIES = [
-    Family("Llama 2: one kv head each, own head", "Llama", {"num_key_value_heads": 6}),
+    Family(
+        "Llama 2: one kv head each, wide theta",
+        "Llama",
+        {"num_key_value_heads": 6, "rope_theta": 5e5},
+        {"rope_theta": 1e4},
+    ),
     Family("SmolLM2: grouped heads, tied", "Llama", {"tie_word_embeddings": True}),
     Family("Llama: one kv head, head_dim 20", "Llama", {"num_key_value_heads": 1, "head_dim": 20}),
     Family("Llama 3.1: llama3 RoPE", "Llama", LLAMA3, {"rope": None}),

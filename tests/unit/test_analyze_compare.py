@@ -78,6 +78,17 @@ def test_a_run_read_back_from_json_is_the_same_model() -> None:
     assert compared(run, again).differences == []
 
 
+def test_a_field_that_an_older_run_does_not_know_makes_no_other_model() -> None:
+    run, older = make_run(), make_run()
+    del older.meta.model["source"]
+    assert compared(run, older).differences == []
+    newer = make_run()
+    newer.meta.model["source"] = "hf:org/name@0123"
+    assert compared(run, newer).differences == [
+        "model (source): run0 None and run1 hf:org/name@0123"
+    ]
+
+
 def test_interrupted_and_noisy_runs_are_named() -> None:
     found = compared(make_run(), make_run(interrupted=True), make_run(noise=[(20, 400 * MS)]))
     assert any("Interrupted" in n and "run1" in n for n in found.notes)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from stepscope.device.ceilings import (
     save,
     working_sets,
 )
+from stepscope.device.host import LoadSample
 from stepscope.errors import StepscopeError
 from stepscope.spec import Ceilings, ModelSpec
 
@@ -270,6 +272,50 @@ def test_a_cache_that_cannot_be_written_is_a_note(measured: list[Ceilings], tmp_
     found = load_or_measure(TINY, 2)
     assert "not cached" in found.notes[0]
     assert found.read_curve == measured[0].read_curve
+
+
+@pytest.mark.parametrize(("share", "times"), [(None, 1), (0.0, 1), (0.1, 1), (0.34, 2)])
+def test_what_a_busy_machine_reached_is_not_kept(
+    measured: list[Ceilings], monkeypatch: pytest.MonkeyPatch, share: float | None, times: int
+) -> None:
+    quiet = ceilings.measure
+
+    def busy(spec: ModelSpec, threads: int, *rest: Any) -> Ceilings:
+        return replace(quiet(spec, threads, *rest), extra={"foreign_share": share})
+
+    monkeypatch.setattr(ceilings, "measure", busy)
+    first, second = load_or_measure(TINY, 2), load_or_measure(TINY, 2)
+    assert len(measured) == times
+    assert (len(first.notes), len(second.notes)) == ((0, 0) if times == 1 else (1, 1))
+    if times == 2:
+        assert "used 34 % of the cores" in first.notes[0] and "\n" not in first.notes[0]
+
+
+def test_a_refresh_on_a_busy_machine_leaves_what_was_kept(
+    measured: list[Ceilings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, quiet = load_or_measure(TINY, 2), ceilings.measure
+    monkeypatch.setattr(
+        ceilings,
+        "measure",
+        lambda *rest: replace(quiet(*rest), extra={"foreign_share": 0.9}),
+    )
+    assert load_or_measure(TINY, 2, refresh=True).read_curve != kept.read_curve
+    assert load_or_measure(TINY, 2) == kept
+
+
+def test_the_load_of_others_is_measured_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def share(before: LoadSample, after: LoadSample, cores: int) -> float:
+        seen.append((before.at_ns, after.at_ns))
+        return 0.25
+
+    monkeypatch.setattr(ceilings, "foreign_share", share)
+    clock = Clock(1000)
+    found = measure(TINY, 1, plan=tiny_plan(clock))
+    assert found.extra["foreign_share"] == 0.25
+    assert 0 < seen[0][0] < seen[0][1] <= clock.now, "from begin to end, by the plan's clock"
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.records import Event, Part, RequestRecord
-from stepscope.store import RunWriter, find_run, list_runs, new_run_id, read_run
+from stepscope.store import RunWriter, find_run, list_runs, new_run_id, read_run, remember_run
 from stepscope.tables import EVENTS, LARGEST, STEPS, read_rows
 from tests.run_files import a_meta, a_run, a_step, set_cell
 
@@ -273,6 +274,39 @@ def test_a_run_is_found_by_path_prefix_or_last(root: Path) -> None:
     assert find_run("2026b", root) == root / "2026b-quick"
     assert find_run("last", root) == root / "2025-late"
     assert find_run("paired", root) == root / "pair" / "fcfs"
+
+
+def test_last_is_the_latest_wherever_it_was_written(root: Path, tmp_path_factory: Any) -> None:
+    outside = tmp_path_factory.mktemp("elsewhere") / "mine"
+    a_run(outside, run_id="mine", created_utc="2026-01-09T00:00:00Z")
+    remember_run(outside, root)
+    assert find_run("last", root) == outside
+    a_run(root / "newest", run_id="newest", created_utc="2026-02-01T00:00:00Z")
+    remember_run(root / "newest", root)
+    assert find_run("last", root) == root / "newest"
+    remember_run(outside, root)  # recorded earlier, only told about later
+    assert find_run("last", root) == root / "newest"
+    shutil.rmtree(root / "newest")
+    assert find_run("last", root) == outside
+    shutil.rmtree(outside)
+    assert find_run("last", root) == root / "2025-late"
+
+
+def test_last_needs_no_runs_in_the_usual_place(tmp_path: Path) -> None:
+    a_run(tmp_path / "mine", run_id="mine")
+    remember_run(tmp_path / "mine", tmp_path / "runs")
+    assert find_run("last", tmp_path / "runs") == tmp_path / "mine"
+    assert list_runs(tmp_path / "runs") == []
+    (tmp_path / "runs" / ".last").write_bytes(b"\xff\x00nonsense")
+    with pytest.raises(UsageError, match="holds no runs"):
+        find_run("last", tmp_path / "runs")
+
+
+def test_where_no_run_can_be_remembered_nothing_happens(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    a_run(tmp_path / "mine", run_id="mine")
+    remember_run(tmp_path / "mine", tmp_path / "runs")
+    assert (tmp_path / "runs").read_text() == "a file"
 
 
 def test_an_exact_id_wins_over_a_longer_one(root: Path) -> None:
