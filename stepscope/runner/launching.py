@@ -11,6 +11,7 @@ from stepscope.engine.kv import PagePool
 from stepscope.engine.scheduler import Limits
 from stepscope.errors import UsageError
 from stepscope.models.backends import choose_attention
+from stepscope.runner.compiled import CompiledDecode
 from stepscope.runner.graphs import NOT_PAGED, CudaGraphs, default_buckets
 from stepscope.runner.probe import decode_plan, steps
 from stepscope.runner.torch_runner import TorchRunner
@@ -23,6 +24,8 @@ Attach = Callable[[TorchRunner, Sequence[int]], None]  # graphs at these batch s
 def check_launching(engine: EngineSection, device: str) -> None:
     """Raises UsageError for attention or graphs that this kind of device (cpu, cuda) cannot do."""
     attention = choose_attention(engine.attention, device)
+    if engine.graphs == "compile" and device == "cuda":
+        raise UsageError("graphs = compile is for the CPU; use --graphs cuda or eager")
     if engine.graphs != "cuda":
         return
     if device != "cuda":
@@ -42,7 +45,14 @@ def attach_graphs(
 
 def graph_attacher(graphs: str, told: Callable[[str], None] = lambda text: None) -> Attach | None:
     """How a runner gets graphs of this kind; None for eager."""
-    return {"eager": None, "cuda": _cuda_graphs(told)}[graphs]
+    return {"eager": None, "compile": _compiled(told), "cuda": _cuda_graphs(told)}[graphs]
+
+
+def _compiled(told: Callable[[str], None]) -> Attach:
+    def attach(runner: TorchRunner, buckets: Sequence[int]) -> None:
+        runner.graphs = CompiledDecode(runner.decoder, runner.attention, buckets, told)
+
+    return attach
 
 
 def _cuda_graphs(told: Callable[[str], None]) -> Attach:
