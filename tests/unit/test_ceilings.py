@@ -18,19 +18,16 @@ from stepscope.device.ceilings import (
     ROW_BYTES,
     Plan,
     best_rate,
-    cache_file,
     gemm_rates,
     gemv_rates,
     gemv_shapes,
     interleaved_ns,
-    load,
-    load_or_measure,
     measure,
     read_rates,
-    save,
     working_sets,
 )
 from stepscope.device.host import LoadSample
+from stepscope.device.kept_ceilings import cache_file, load, load_or_measure, save
 from stepscope.errors import StepscopeError
 from stepscope.spec import Ceilings, ModelSpec
 
