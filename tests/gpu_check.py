@@ -142,7 +142,7 @@ def _measured(plan: Plan, runs: Path, begin: float) -> Any:
             model = load_model(name, dtype, overrides=dict(plan.overrides), device=plan.device)
             ceilings = load_or_measure(model.spec, torch.get_num_threads(), device=plan.device)
             decoder = build_decoder(model, "plain")
-        except Exception as error:  # noqa: BLE001: the other shapes are still measured
+        except Exception as error:  # the other shapes are still measured
             yield {"model": name, "dtype": dtype, "error": _short(error)}
             continue
         yield _card(name, dtype, ceilings)
@@ -153,7 +153,7 @@ def _measured(plan: Plan, runs: Path, begin: float) -> Any:
                 continue
             try:
                 yield {**row, **_one(plan, runs, decoder, ceilings, batch, mode)}
-            except Exception as error:  # noqa: BLE001: likewise
+            except Exception as error:  # likewise
                 yield {**row, "error": _short(error)}
         del model, decoder
         if plan.device == "cuda":
@@ -269,7 +269,9 @@ COLUMNS = (
 
 def _failures(found: dict[str, Any]) -> int:
     differ = sum(bool(row["differs"]) for row in found["parity"])
-    broken = sum("error" in row and "out of time" not in row["error"] for row in found.get("steps", ()))
+    broken = sum(
+        "error" in row and "out of time" not in row["error"] for row in found.get("steps", ())
+    )
     kernel = found.get("kernel_tests", {"code": 0})["code"] != 0
     return differ + broken + int(kernel)
 
@@ -285,8 +287,8 @@ def _markdown(found: dict[str, Any]) -> str:
         f"# GPU check: {where.get('name') or where.get('cpu')}",
         "",
         f"torch {where.get('torch')}, Python {where.get('python')}, CUDA {where.get('cuda')}; "
-        f"{_failures(found)} failures; {found.get('seconds', 'n/a')} s in all. Times are medians over "
-        "decode-only steps, with CUDA events on the device; every row is one run.",
+        f"{_failures(found)} failures; {found.get('seconds', 'n/a')} s in all. Times are medians "
+        "over decode-only steps, with CUDA events on the device; every row is one run.",
         "",
         "## Parity with fp32 ids from a CPU",
         "",
@@ -319,8 +321,8 @@ def _card_lines(row: dict[str, Any]) -> list[str]:
     gemm = ", ".join(f"{dtype} {rate:,.1f}" for dtype, rate in row["gemm_tflops"].items())
     gemv = ", ".join(f"{name} {rate:,.0f}" for name, rate in row["gemv_gb_per_s"].items())
     return [
-        f"Measured: read GB/s at {reads}; copy {row['copy_gb_per_s']:,.0f} GB/s; GEMM TFLOP/s {gemm}; "
-        f"GEMV GB/s {gemv or 'n/a'}."
+        f"Measured: read GB/s at {reads}; copy {row['copy_gb_per_s']:,.0f} GB/s; GEMM TFLOP/s "
+        f"{gemm}; GEMV GB/s {gemv or 'n/a'}."
     ]
 
 
@@ -350,7 +352,7 @@ def _reports(plan: Plan, runs: Path, out: Path) -> None:
         found = sorted(runs.glob(f"{name.replace(':', '-')}-*-{batch}-{mode}"))
         for directory in found[:1]:
             run = read_run(directory)
-            write(out / f"report-{mode}.html", [(mode, run, analyze(run))], None)
+            write([(mode, run, analyze(run))], None, out / f"report-{mode}.html")
 
 
 def _say(text: str) -> None:
@@ -359,7 +361,9 @@ def _say(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "reports/gpu")))
+    parser.add_argument(
+        "--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "reports/gpu"))
+    )
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything")
     given = parser.parse_args(arguments)
     try:

@@ -1,10 +1,12 @@
-"""The tiny checkpoint on a device: every way to run gives the ids that transformers gave on a CPU."""
+"""The tiny checkpoint on a device: every way to run gives what transformers gave on a CPU."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +64,13 @@ def parity(device: str) -> list[dict[str, Any]]:
     """A row per way and dtype: what was compared and what differed ('' = nothing)."""
     reference = json.loads((CHECKPOINT / "ids.json").read_text())
     decoder = _decoder("fp32", device)
-    rows = [_row(way, "fp32", lambda w=way: _compare(w, decoder, reference)) for way in ways(device == "cuda")]
+    cuda = device == "cuda"
+    rows = [_row(w, "fp32", partial(_compare, w, decoder, reference)) for w in ways(cuda)]
     for dtype in ("bf16", "fp16"):
-        for attention in ("gather", "paged") if device == "cuda" else ("gather",):
-            low = _decoder(dtype, device)
-            row = _row(Way(attention, attention), dtype, lambda a=attention, d=low: _near(a, d, reference))
-            rows.append(row)
+        low = _decoder(dtype, device)
+        for attention in ("gather", "paged") if cuda else ("gather",):
+            check = partial(_near, attention, low, reference)
+            rows.append(_row(Way(attention, attention), dtype, check))
     return rows
 
 
@@ -80,7 +83,7 @@ def _row(way: Way, dtype: str, check: Callable[[], str]) -> dict[str, Any]:
     """A check that fails or breaks is a row, so that the others are still made."""
     try:
         found = check()
-    except Exception as error:  # noqa: BLE001: whatever a GPU answers belongs into the table
+    except Exception as error:  # whatever a GPU answers belongs into the table
         found = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
     return {"way": way.name, "dtype": dtype, "differs": found}
 
@@ -92,8 +95,6 @@ def _compare(way: Way, decoder: Decoder, reference: Sequence[dict[str, Any]]) ->
         graphs.prepare()
     threaded = None
     if way.overlap and runner.device.type == "cpu":
-        import time
-
         runner.timeline = clock_timeline(time.monotonic_ns)
         threaded = ThreadedRunner(runner)
     asked = [ask(i, r["prompt"], len(r["ids"]), ignore_eos=True) for i, r in enumerate(reference)]

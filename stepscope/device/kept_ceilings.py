@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
+from stepscope.cache import cache_directory
 from stepscope.device.ceilings import Plan, Progress, gemv_shapes, measure, no_progress
 from stepscope.device.cuda import gpu_key
 from stepscope.device.host import machine_key
@@ -20,21 +20,12 @@ CACHE_FORMAT = 1  # raised when what is measured changes, so that old files are 
 BUSY_SHARE = 0.1
 
 
-def cache_dir() -> Path:
-    """$STEPSCOPE_CACHE, else the user's cache directory."""
-    if given := os.environ.get("STEPSCOPE_CACHE"):
-        return Path(given)
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("stepscope"))
-
-
 def cache_file(spec: ModelSpec, threads: int, device: str = "cpu") -> Path:
     """Where the ceilings of this machine, thread count, dtype and model shape are kept."""
     where = f"{threads}t" if device == "cpu" else f"{device}-{gpu_key()}"
     shape = (CACHE_FORMAT, gemv_shapes(spec), spec.layers, spec.weight_bytes)
     digest = hashlib.sha256(repr(shape).encode()).hexdigest()[:12]
-    return cache_dir() / f"ceilings-{machine_key()}-{where}-{spec.dtype}-{digest}.json"
+    return cache_directory() / f"ceilings-{machine_key()}-{where}-{spec.dtype}-{digest}.json"
 
 
 def load(file: Path) -> Ceilings | None:

@@ -15,7 +15,7 @@ import stepscope
 ROOT = Path(stepscope.__file__).parent
 
 # What each part of the package may import from the others, lazily or not.
-BASE = {"errors", "text", "stats"}
+BASE = {"errors", "text", "stats", "cache"}
 RECORDS = BASE | {"records"}
 SPEC = RECORDS | {"spec"}
 FILES = SPEC | {"checks", "store", "tables", "scenario", "sections", "values", "workload"}
