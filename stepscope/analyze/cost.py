@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stepscope.records import StepRecord
+from stepscope.roofline import Ceilings
 from stepscope.spec import (
-    Ceilings,
     ModelSpec,
     attention_flops,
     head_bytes,

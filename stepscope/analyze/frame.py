@@ -11,7 +11,8 @@ from stepscope.analyze.moments import EventIndex
 from stepscope.analyze.thresholds import Thresholds
 from stepscope.errors import StepscopeError
 from stepscope.records import Run, StepRecord
-from stepscope.spec import Ceilings, ModelSpec
+from stepscope.roofline import Ceilings
+from stepscope.spec import ModelSpec
 from stepscope.stats import median
 from stepscope.text import plural
 

@@ -22,7 +22,8 @@ from stepscope.device.host import (
     memory_bytes,
 )
 from stepscope.errors import StepscopeError
-from stepscope.spec import ELEMENT_BYTES, QUANTIZED, Ceilings, GemvPoint, ModelSpec, compute_dtype
+from stepscope.roofline import Ceilings, GemvPoint
+from stepscope.spec import ELEMENT_BYTES, QUANTIZED, ModelSpec, compute_dtype
 from stepscope.stats import median, percentile
 
 if TYPE_CHECKING:

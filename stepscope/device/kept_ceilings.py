@@ -11,7 +11,8 @@ from stepscope.cache import cache_directory
 from stepscope.device.ceilings import Plan, Progress, gemv_shapes, measure, no_progress
 from stepscope.device.cuda import gpu_key
 from stepscope.device.host import machine_key
-from stepscope.spec import Ceilings, ModelSpec
+from stepscope.roofline import Ceilings
+from stepscope.spec import ModelSpec
 from stepscope.store import write_atomically
 
 CACHE_FORMAT = 1  # raised when what is measured changes, so that old files are measured again

@@ -12,9 +12,9 @@ from stepscope.engine.policies import policy_for, settings_of
 from stepscope.engine.recorder import cost_per_step_ns
 from stepscope.engine.scheduler import Limits
 from stepscope.records import RunMeta
+from stepscope.roofline import Ceilings
 from stepscope.runner.job import Job
 from stepscope.runner.torch_runner import TorchRunner
-from stepscope.spec import Ceilings
 from stepscope.store import new_run_id
 
 BASIS = {

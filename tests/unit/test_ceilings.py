@@ -29,7 +29,8 @@ from stepscope.device.ceilings import (
 from stepscope.device.host import LoadSample
 from stepscope.device.kept_ceilings import cache_file, load, load_or_measure, save
 from stepscope.errors import StepscopeError
-from stepscope.spec import Ceilings, ModelSpec
+from stepscope.roofline import Ceilings
+from stepscope.spec import ModelSpec
 
 TINY = ModelSpec("tiny", "llama", 2, 32, 4, 2, 8, 64, 100, 128)
 
