@@ -38,7 +38,7 @@ bench: $(STAMP)
 # A GPU machine has a torch of its own and perhaps no network: nothing is installed for this one.
 # The check exits with 4 where it cannot judge; make reports that as "Error 4" and itself exits 2.
 gpu-check:
-	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m stepscope.device.gpu_check
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu_check
 
 reports: $(STAMP)
 	for name in $(EXAMPLES); do \

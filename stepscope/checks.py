@@ -13,15 +13,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from stepscope.errors import UsageError
 from stepscope.records import Part, RunMeta, StepRecord
-from stepscope.spec import (
-    ELEMENT_BYTES,
-    KV_DTYPES,
-    QUANTIZED,
-    Ceilings,
-    GemvPoint,
-    ModelSpec,
-    TwinPoint,
-)
+from stepscope.roofline import Ceilings, GemvPoint, TwinPoint
+from stepscope.spec import ELEMENT_BYTES, KV_DTYPES, QUANTIZED, ModelSpec
 from stepscope.text import listing, plural
 
 LARGEST = 2**63 - 1

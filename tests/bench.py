@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from stepscope.device.ceilings import load_or_measure
 from stepscope.device.host import describe_host
+from stepscope.device.kept_ceilings import load_or_measure
 from stepscope.models.load import LoadedModel, load_model
 from stepscope.runner.job import build_decoder
 from stepscope.runner.probe import decode_plan, steps

@@ -21,6 +21,7 @@ class Hub:
 
     repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refused: dict[str, tuple[int, str]] = field(default_factory=dict)  # id -> status, error code
+    gated: bool = False  # then files are listed, but not given
     cut_after: int | None = None  # bytes of a file before the connection ends
     listed_commit: str = COMMIT
     asked: list[str] = field(default_factory=list)
@@ -54,6 +55,8 @@ class _Answers(BaseHTTPRequestHandler):
             self._refuse(404, "RevisionNotFound")
         elif path.startswith("api/models/"):
             self._send(self._listing(repo), {"Content-Type": "application/json"}, body)
+        elif self.hub.gated:
+            self._refuse(403, "GatedRepo")
         elif "/".join(rest[2:]) not in self.hub.repos[repo]:
             self._refuse(404, "EntryNotFound")
         else:

@@ -21,7 +21,8 @@ from stepscope.records import (
     Run,
     StepRecord,
 )
-from stepscope.spec import Ceilings, ModelSpec
+from stepscope.roofline import Ceilings
+from stepscope.spec import ModelSpec
 from tests.synthetic_device import MS, PAGE, US, make_ceilings, make_meta, make_spec
 
 __all__ = [

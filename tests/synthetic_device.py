@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from stepscope.records import RunMeta, Sample
-from stepscope.spec import Ceilings, GemvPoint, ModelSpec, TwinPoint
+from stepscope.roofline import Ceilings, GemvPoint, TwinPoint
+from stepscope.spec import ModelSpec
 
 US = 1_000
 MS = 1_000_000

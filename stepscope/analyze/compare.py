@@ -202,6 +202,18 @@ COMPARED: dict[str, Callable[[Run], Any]] = {
 }
 
 
+def _varied(runs: list[tuple[str, Run]]) -> list[str]:
+    """Settings of the engine that are not the same: what the comparison is about."""
+    found = []
+    for key in sorted({key for _, run in runs for key in run.meta.engine} - {"policy", "dtype"}):
+        values = [run.meta.engine.get(key) for _, run in runs]
+        if len({_canonical(value) for value in values}) > 1:
+            pairs = zip((label for label, _ in runs), values, strict=True)
+            found.append(listing([f"{label} {_short(value)}" for label, value in pairs], 6))
+            found[-1] = f"engine.{key}: {found[-1]}."
+    return found
+
+
 def _notes(pairs: list[tuple[str, Run, Analysis]]) -> list[str]:
     notes = []
     if len(pairs) > 1:
@@ -209,6 +221,7 @@ def _notes(pairs: list[tuple[str, Run, Analysis]]) -> list[str]:
             "One run per side: differences are shown without a claim of significance. Repeat the "
             "runs to tell them from noise."
         )
+    notes += _varied([(label, run) for label, run, _ in pairs])
     partial = [label for label, run, _ in pairs if not run.meta.complete]
     if partial:
         notes.append(f"Interrupted, so only its first part is here: {listing(partial)}.")

@@ -12,102 +12,12 @@ from stepscope.analyze.model import BatchPoint
 from stepscope.analyze.moments import EventIndex
 from stepscope.analyze.summary import utilization
 from stepscope.analyze.tail import blocks_decodes, kv_is_full
-from stepscope.records import HOST_PHASES, RequestRecord
+from stepscope.records import HOST_PHASES, RequestRecord, StepRecord
 from stepscope.stats import median
 from stepscope.text import listing, ms, percent, plural, sig
 
 MOST_WAITS = 50  # head_of_line looks at the longest waits only
 
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    rule: str
-    threshold: str  # the fields of Thresholds it uses, "" for none
-    wording: str
-
-
-FLAGS: dict[str, Flag] = {
-    "mixed": Flag(
-        "the two largest terms of the step are this close, as a share of it",
-        "mixed_within",
-        "A {share} and B {share} are too close to call one the cause",
-    ),
-    "low_mbu": Flag(
-        "bytes / time of decode-only steps, below this share of the read ceiling",
-        "low_mbu",
-        "decode-only steps reach {share} of the measured read bandwidth",
-    ),
-    "at_roofline": Flag(
-        "floor / model time of decode-only steps, from here on",
-        "at_roofline",
-        "the floor explains {share} of the forward pass: nothing to fix in the kernels",
-    ),
-    "kv_dominant": Flag(
-        "decode-only steps read more KV cache than weights", "", "KV is {share} of the bytes read"
-    ),
-    "host_gap": Flag(
-        "host phases take at least this share of decode-only steps without being the verdict",
-        "host_gap",
-        "host phases take {share} of a decode-only step",
-    ),
-    "top_host_phase": Flag(
-        "host phases take at least this share of decode-only steps; raised as top_host_phase:X",
-        "top_host_phase",
-        "X is the largest host phase with {ms} per step",
-    ),
-    "batch_insensitive": Flag(
-        "median decode-only step of the largest batch / of the smallest, over at least "
-        "batch_ratio x the batch",
-        "batch_flat, batch_ratio, min_batch_steps",
-        "batch B1 takes {ms}, batch B2 {ms}",
-    ),
-    "kv_full": Flag(
-        "pages in use / pages in all, at any step; full is not thrash, recomputed tokens are",
-        "kv_full",
-        "the cache was full in N steps",
-    ),
-    "kv_admission_limited": Flag(
-        "steps in which requests wait, none is admitted or preempted, and this share of the "
-        "pages is in use",
-        "admission_kv, admission_share",
-        "requests waited for pages in N steps",
-    ),
-    "recompute_after_preemption": Flag(
-        "tokens were computed a second time", "", "N preemptions made the engine recompute M tokens"
-    ),
-    "decode_not_scheduled": Flag(
-        "steps that prefilled while running decodes were left out", "", "decodes sat out N steps"
-    ),
-    "chunk_budget_too_large": Flag(
-        "median mixed step / decode-only median of the same bucket",
-        "chunk_factor, min_mixed_steps",
-        "a mixed step takes K x a decode-only one",
-    ),
-    "head_of_line": Flag(
-        "a request waited hol_wait_factor medians or more, hol_prefill_share of it during "
-        "prefills of prompts hol_prompt_ratio times its own",
-        "hol_wait_factor, hol_prefill_share, hol_prompt_ratio",
-        "request R waited {ms} behind longer prompts",
-    ),
-    "gc_gen2": Flag(
-        "a full garbage collection ran in a working step; needs the collector's generation",
-        "",
-        "N full collections took {ms}",
-    ),
-    "jit_in_serving": Flag(
-        "something was compiled in a working step", "", "N compilations took {ms}"
-    ),
-    "graph_miss": Flag(
-        "share of working steps whose batch fitted no graph",
-        "graph_miss_share",
-        "N steps missed the graph",
-    ),
-    "cpu_contention": Flag(
-        "working time inside noise events, or 1 - thread CPU time / wall (median)",
-        "contention_time, contention_cpu",
-        "other processes took the cores: absolute times are not this machine's best",
-    ),
-}
 
 Found = Iterator[tuple[str, str]]
 
@@ -125,7 +35,7 @@ def find_flags(given: FlagInput) -> list[tuple[str, str]]:
     """(flag, one sentence with its numbers), in the order of the table above."""
     checks: tuple[Callable[[FlagInput], Found], ...] = (
         _mixed, _roof, _kv_dominant, _host, _batch_insensitive, _kv, _scheduling,
-        _head_of_line, _events, _contention,
+        _head_of_line, _events, _launching, _contention,
     )  # fmt: skip
     return [found for check in checks for found in check(given)]
 
@@ -320,6 +230,36 @@ def _events(given: FlagInput) -> Found:
     missed = hits.count(0)
     if missed and missed >= frame.limits.graph_miss_share * len(hits):
         yield "graph_miss", f"{missed:,} of {plural(len(hits), 'step')} fitted no graph."
+
+
+def _launching(given: FlagInput) -> Found:
+    """From the rows as recorded: here the host's own timeline matters."""
+    frame, limits = given.frame, given.frame.limits
+    if not frame.two_timelines:
+        return
+    recorded = {row.step: row for row in frame.run.steps}
+    pace = [p for i in frame.decode_only if (p := launch_pace(recorded[frame.rows[i].step]))]
+    host, tail = median([p[0] for p in pace]), median([p[1] for p in pace])
+    if host is None or tail is None or host < limits.launch_host or tail >= limits.launch_tail:
+        return
+    yield (
+        "launch_paced",
+        f"The host was launching for {percent(host)} of a decode-only step and the device ended "
+        f"{percent(max(tail, 0.0))} of it after the last launch: launching set the pace.",
+    )
+
+
+def launch_pace(row: StepRecord) -> tuple[float, float] | None:
+    """(launching / wall, from the last launch to the device's end / wall); None without either.
+
+    recv, schedule and prepare come before launching, in this order.
+    """
+    if row.dev_end_ns is None or not row.wall_ns:
+        return None
+    before = sum(row.phase_ns(name) or 0 for name in ("recv", "schedule", "prepare"))
+    launching = sum(row.phase_ns(name) or 0 for name in ("gather", "forward", "sample"))
+    last = row.begin_ns + before + launching
+    return launching / row.wall_ns, (row.dev_end_ns - last) / row.wall_ns
 
 
 def _contention(given: FlagInput) -> Found:

@@ -11,7 +11,8 @@ from stepscope.analyze.moments import EventIndex
 from stepscope.analyze.thresholds import Thresholds
 from stepscope.errors import StepscopeError
 from stepscope.records import Run, StepRecord
-from stepscope.spec import Ceilings, ModelSpec
+from stepscope.roofline import Ceilings
+from stepscope.spec import ModelSpec
 from stepscope.stats import median
 from stepscope.text import plural
 
@@ -29,6 +30,11 @@ def bucket(row: StepRecord) -> int:
 
 def is_decode_only(row: StepRecord) -> bool:
     return row.kind == "decode" and not prefill_tokens(row)
+
+
+def is_compiled(frame: Frame) -> bool:
+    """Whether decode-only steps ran as compiled programs, which have no twin."""
+    return any(frame.rows[i].graph == "compile" for i in frame.decode_only)
 
 
 def is_working(row: StepRecord) -> bool:

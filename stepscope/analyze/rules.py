@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from stepscope.analyze.flags import FLAGS
+from stepscope.analyze.flag_table import FLAGS
 from stepscope.analyze.metrics import METRICS
 from stepscope.analyze.thresholds import Thresholds
 
@@ -235,5 +235,7 @@ SHARES = frozenset(
         "admission_kv",
         "admission_share",
         "graph_miss_share",
+        "launch_host",
+        "launch_tail",
     }
 )

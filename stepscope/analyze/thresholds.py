@@ -39,3 +39,5 @@ class Thresholds:
     admission_kv: float = 0.90
     admission_share: float = 0.10
     graph_miss_share: float = 0.01
+    launch_host: float = 0.80  # of a step, the host launching
+    launch_tail: float = 0.10  # of a step, from the last launch to the device's end

@@ -40,8 +40,8 @@ def ceilings(
     """Measure bandwidth, FLOP and dispatch ceilings of this device, once; show the card."""
     import torch
 
-    from stepscope.device.ceilings import load_or_measure
     from stepscope.device.cuda import choose_device
+    from stepscope.device.kept_ceilings import load_or_measure
     from stepscope.models.load import load_model
     from stepscope.report.card import card_text
     from stepscope.runner.job import build_decoder

@@ -194,8 +194,8 @@ def _run_all(
 ) -> tuple[list[Path], bool]:
     """One run per policy, on the same weights and arrivals. Stops after an interrupted one."""
     from stepscope.cli.ceilings import thread_count
-    from stepscope.device.ceilings import load_or_measure
     from stepscope.device.cuda import choose_device
+    from stepscope.device.kept_ceilings import load_or_measure
     from stepscope.models.load import load_model
     from stepscope.runner.execute import execute
     from stepscope.runner.job import Job, Watcher, build_decoder, limits_of

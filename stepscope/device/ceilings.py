@@ -7,42 +7,32 @@ interleaved repeats, so that neither one slow kernel nor one disturbed moment be
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepscope.device.cuda import gpu_key
 from stepscope.device.host import (
     ForeignLoad,
     cpu_model,
     foreign_share,
-    machine_key,
     memory_bytes,
 )
 from stepscope.errors import StepscopeError
-from stepscope.spec import ELEMENT_BYTES, QUANTIZED, Ceilings, GemvPoint, ModelSpec, compute_dtype
+from stepscope.roofline import Ceilings, GemvPoint
+from stepscope.spec import ELEMENT_BYTES, QUANTIZED, ModelSpec, compute_dtype
 from stepscope.stats import median, percentile
-from stepscope.store import write_atomically
 
 if TYPE_CHECKING:
     import torch
 
 MIB = 1 << 20
 ROW_BYTES = 16_384
-CACHE_FORMAT = 1  # raised when what is measured changes, so that old files are measured again
 GEMM_DTYPES = ("fp32", "bf16")
 SLOW_GEMM_S = 0.5
-# Above this share of all CPU time used by others, what was measured is no ceiling. More than makes
-# a block of steps noisy: every rate is a median of repeats that lie seconds apart.
-BUSY_SHARE = 0.1
 
 Progress = Callable[[str, float], None]  # what is measured now, share done (0 to 1)
 Call = Callable[[], object]
@@ -299,77 +289,3 @@ def torch_dtype(name: str) -> torch.dtype:
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-
-
-# ---------------------------------------------------------------- the cache
-
-
-def cache_dir() -> Path:
-    """$STEPSCOPE_CACHE, else the user's cache directory."""
-    if given := os.environ.get("STEPSCOPE_CACHE"):
-        return Path(given)
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("stepscope"))
-
-
-def cache_file(spec: ModelSpec, threads: int, device: str = "cpu") -> Path:
-    """Where the ceilings of this machine, thread count, dtype and model shape are kept."""
-    where = f"{threads}t" if device == "cpu" else f"{device}-{gpu_key()}"
-    shape = (CACHE_FORMAT, gemv_shapes(spec), spec.layers, spec.weight_bytes)
-    digest = hashlib.sha256(repr(shape).encode()).hexdigest()[:12]
-    return cache_dir() / f"ceilings-{machine_key()}-{where}-{spec.dtype}-{digest}.json"
-
-
-def load(file: Path) -> Ceilings | None:
-    """None if the file is absent or damaged: then they are measured again."""
-    try:
-        found = Ceilings.from_dict(json.loads(file.read_bytes()))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
-    sizes = [size for size, _ in found.read_curve]
-    sound = sizes == sorted(sizes) and all(size > 0 and rate > 0 for size, rate in found.read_curve)
-    return found if sizes and sound else None
-
-
-def save(file: Path, ceilings: Ceilings) -> None:
-    """Raises OSError."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(ceilings.to_dict(), indent=1) + "\n")
-
-
-def load_or_measure(
-    spec: ModelSpec,
-    threads: int,
-    progress: Progress = no_progress,
-    refresh: bool = False,
-    plan: Plan | None = None,
-    device: str = "cpu",
-) -> Ceilings:
-    """The cached ceilings, or new ones, which are then cached.
-
-    What was measured while others were busy is not: the next run measures again. That, and a cache
-    that cannot be written, is told in a note.
-    """
-    file = cache_file(spec, threads, device)
-    if not refresh and (cached := load(file)):
-        return cached
-    if device == "cuda":
-        from stepscope.device.cuda_ceilings import measure_cuda
-
-        ceilings = measure_cuda(spec, progress)
-    else:
-        ceilings = measure(spec, threads, progress, plan)
-    foreign = ceilings.extra.get("foreign_share")
-    if foreign is not None and foreign > BUSY_SHARE:
-        note = (
-            f"the ceilings were measured while other processes used {foreign * 100:.0f} % of the"
-            " cores: they may be too low, are not kept, and are measured again next time"
-        )
-        return replace(ceilings, notes=(*ceilings.notes, note))
-    try:
-        save(file, ceilings)
-    except OSError as error:
-        note = f"not cached, as {file} cannot be written ({error.strerror or error})"
-        return replace(ceilings, notes=(*ceilings.notes, note))
-    return ceilings

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope.device.ceilings import Call, Progress, Rate, best_rate, gemv_shapes, no_progress
 from stepscope.device.cuda import describe_gpu
-from stepscope.spec import ELEMENT_BYTES, QUANTIZED, Ceilings, GemvPoint, ModelSpec
+from stepscope.roofline import Ceilings, GemvPoint
+from stepscope.spec import ELEMENT_BYTES, QUANTIZED, ModelSpec
 
 if TYPE_CHECKING:
     import torch

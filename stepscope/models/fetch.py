@@ -22,12 +22,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
+from stepscope.cache import CACHE_VARIABLE, cache_directory
 from stepscope.errors import StepscopeError
 from stepscope.models.catalogue import CatalogueEntry, entry
 
-CACHE_VARIABLE = "STEPSCOPE_CACHE"
 STAGING_PREFIX = "staging"
 ABANDONED_S = 24 * 3600  # another host's staging directory is taken for dead after a day
 UNWRITABLE = {
@@ -38,12 +36,6 @@ POLL_S = 0.2
 BLOCK_BYTES = 1 << 20
 
 Progress = Callable[[int, int], None]
-
-
-def cache_directory() -> Path:
-    """$STEPSCOPE_CACHE, or the user's cache directory."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    return Path(chosen).expanduser() if chosen else user_cache_path("stepscope")
 
 
 def cached_path(name: str) -> Path | None:

@@ -138,9 +138,8 @@ class _Download:
     def run(self) -> HubCopy:
         source = self.wanted.at(self.commit)
         if self.wanted.file is not None:
-            self._check_has(self.wanted.file)
             return HubCopy(self._fetch([self.wanted.file])[0], source)
-        self._check_is_model()
+        self._check_has(CONFIG)
         folder = self._fetch([name for name in SMALL_FILES if name in self.files])[0].parent
         spec_from_config(folder, json_object(folder / CONFIG), None)  # before gigabytes come
         self._fetch(_weights(self.wanted, list(self.files), folder))
@@ -150,6 +149,8 @@ class _Download:
         """One file after the other, so that an interrupt ends it at once."""
         from huggingface_hub import hf_hub_download
 
+        for name in names:
+            self._check_has(name)
         missing = [self.files[name] for name in names if not self._is_cached(name)]
         total = sum(file.size or 0 for file in missing)
         self._check_space(total)
@@ -174,13 +175,7 @@ class _Download:
     def _check_has(self, file: str) -> None:
         if file not in self.files:
             raise UsageError(
-                f"{self.wanted.repo} has no file {file}; {_choice(self.wanted.repo, self.files)}."
-            )
-
-    def _check_is_model(self) -> None:
-        if CONFIG not in self.files:
-            raise UsageError(
-                f"{self.wanted.repo} has no {CONFIG}; {_choice(self.wanted.repo, self.files)}."
+                f"{self.wanted.repo} has no {file}; {_choice(self.wanted.repo, self.files)}."
             )
 
     def _check_space(self, needed: int) -> None:

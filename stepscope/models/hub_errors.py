@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def reason(error: BaseException) -> str:
     """In a few words; the library wraps what happened into paragraphs."""
     error = error.__cause__ or error
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".")[:120]
+    return re.sub(r"^\[Errno -?\d+\] ", "", lines[0]).rstrip(".")[:120]
 
 
 @contextmanager

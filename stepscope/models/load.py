@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
@@ -12,7 +13,6 @@ from stepscope.errors import StepscopeError, UsageError
 from stepscope.models.catalogue import CATALOGUE, unknown_model
 from stepscope.models.dummy import dummy_spec, random_weights
 from stepscope.models.fetch import fetch
-from stepscope.models.gguf_model import GgufModel
 from stepscope.models.hf_dir import HfModel
 from stepscope.models.hub import HubCopy, fetch_hub, hub_id
 from stepscope.models.hub_errors import HUB_PREFIX, HubId
@@ -23,10 +23,22 @@ from stepscope.models.tokenizer import TextTokenizer
 from stepscope.spec import FP8, QUANTIZED, ModelSpec
 from stepscope.text import listing, plural, size
 
+if TYPE_CHECKING:
+    from stepscope.models.gguf_model import GgufModel
+
 DUMMY_PREFIX = "dummy:"
 AUTO_DTYPE = "bf16"
 FLOAT_KINDS = ("F32", "F16", "BF16")
 Say = Callable[[str], None]
+
+
+@runtime_checkable
+class Encoded(Protocol):
+    """A source whose file may hold weights in codes of its own."""
+
+    def holds(self, kind: str) -> bool: ...
+
+    def holds_only(self, kinds: Collection[str]) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +97,9 @@ def quantization_notes(
     if dtype not in QUANTIZED:
         return ()
     notes = _fp8_notes(weights) if dtype == FP8 else _integer_notes(weights, dtype)
-    if dtype != FP8 and isinstance(source, GgufModel) and source.holds("Q8_0"):
+    if dtype != FP8 and isinstance(source, Encoded) and source.holds("Q8_0"):
         notes.append("The file's Q8_0 has a scale per 32 values, int8 one per row: rounded twice.")
-    if dtype == FP8 and isinstance(source, GgufModel) and not source.holds_only(FLOAT_KINDS):
+    if dtype == FP8 and isinstance(source, Encoded) and not source.holds_only(FLOAT_KINDS):
         notes.append("The file's own codes were turned into floats and then fp8: rounded twice.")
     return tuple(notes)
 
@@ -138,12 +150,12 @@ def _open(
 ) -> tuple[GgufModel | HfModel, tuple[str, ...]]:
     """The model on disk, and what is to be said about how it came there."""
     if name in CATALOGUE:
-        return GgufModel(fetch(name, _bytes_told(name, progress)), name), ()
+        return _gguf(fetch(name, _bytes_told(name, progress)), name), ()
     path = Path(name).expanduser()
     if path.is_dir():
         return HfModel(path), ()
     if path.is_file():
-        return GgufModel(path, path.stem), ()
+        return _gguf(path, path.stem), ()
     wanted = hub_id(name)
     if wanted is not None:
         copy = fetch_hub(wanted, progress, told)
@@ -153,6 +165,12 @@ def _open(
     raise unknown_model(name)
 
 
+def _gguf(path: Path, label: str) -> GgufModel:
+    from stepscope.models.gguf_model import GgufModel  # its library may be missing
+
+    return GgufModel(path, label)
+
+
 def _from_hub(wanted: HubId, copy: HubCopy) -> GgufModel | HfModel:
     source: GgufModel | HfModel
     if wanted.file is None:
@@ -160,7 +178,7 @@ def _from_hub(wanted: HubId, copy: HubCopy) -> GgufModel | HfModel:
         name = wanted.repo  # the directory is called by its commit
     else:
         name = Path(wanted.file).stem
-        source = GgufModel(copy.path, name)
+        source = _gguf(copy.path, name)
     source.spec = replace(source.spec, name=name, source=copy.source)
     return source
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from stepscope.spec import QUANTIZED, Ceilings, ModelSpec
+from stepscope.roofline import Ceilings
+from stepscope.spec import QUANTIZED, ModelSpec
 from stepscope.text import ms, sig, size
 
 

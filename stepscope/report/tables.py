@@ -97,7 +97,7 @@ def gather_rows(analysis: Analysis) -> list[list[str]]:
     return [
         [
             f"{p.context:,.0f}",
-            sig(p.batch),
+            f"{p.batch:g}",
             f"{p.n:,}",
             sig(None if p.gather_bytes is None else p.gather_bytes / 1e6),
             ms(p.gather_ns),

@@ -5,8 +5,9 @@ number of rows. torch.compile caches nothing that has frozen weights, so that ea
 minutes; AOTInductor, the same compiler ahead of time, makes a file that loads in about a second.
 
 The number of rows is left open, so nothing is padded and nothing compiles while requests are
-served. There are two programs: at a few rows generated kernels stream the weights faster than
-oneDNN does, above that they are several times slower.
+served. At a few rows generated kernels stream the weights faster than oneDNN does. Above, they are
+several times slower, and with oneDNN's products a compiled step is no faster than an eager one: a
+program for more rows is made only for buckets that were asked for.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 
-from stepscope.device.ceilings import cache_dir
+from stepscope.cache import cache_directory
 from stepscope.device.host import machine_key
 from stepscope.engine.plan import Lap
 from stepscope.errors import StepscopeError, UsageError
@@ -53,7 +54,7 @@ Told = Callable[[str], None]
 class Form:
     """For steps of `first` rows or more; tuned at `rows`, among these kernels of matrix products.
 
-    CPP: generated, ATEN: oneDNN. Where there are both, torch times them and takes the faster one.
+    CPP: generated, ATEN: oneDNN. Where there are both, torch times them and takes the faster ones.
     """
 
     first: int
@@ -61,7 +62,11 @@ class Form:
     kernels: str
 
 
-FEW, MANY = Form(1, 4, "CPP,ATEN"), Form(5, 16, "ATEN")
+FEW_ROWS = 4  # torch's generated kernels keep so many rows in registers
+FEW, MANY = Form(1, FEW_ROWS, "CPP,ATEN"), Form(FEW_ROWS + 1, 16, "ATEN")
+# Elements for which a kernel between the products is given a second thread; torch's 512 would wake
+# it for a few rows of activations.
+PARALLEL_ELEMENTS = 16_384
 
 
 def _form(rows: int) -> Form:
@@ -158,6 +163,7 @@ def program_file(decoder: Decoder, form: Form, digest: str) -> Path:
     sources = [Path(str(module.__file__)).read_bytes() for module in SOURCES]
     parts = (
         form,
+        _settings(form),
         decoder.spec,
         digest,
         torch.__version__,
@@ -166,7 +172,7 @@ def program_file(decoder: Decoder, form: Form, digest: str) -> Path:
         hashlib.sha256(b"".join(sources)).hexdigest(),
     )
     name = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
-    return cache_dir() / "compiled" / f"{machine_key()}-{name}.pt2"
+    return cache_directory() / "compiled" / f"{machine_key()}-{name}.pt2"
 
 
 def _load(file: Path) -> Program:
@@ -204,6 +210,7 @@ def _settings(form: Form) -> dict[str, Any]:
         "freezing": True,
         "max_autotune": True,
         "max_autotune_gemm_backends": form.kernels,
+        "cpp.min_chunk_size": PARALLEL_ELEMENTS,
     }
 
 

@@ -12,9 +12,9 @@ from stepscope.engine.policies import policy_for, settings_of
 from stepscope.engine.recorder import cost_per_step_ns
 from stepscope.engine.scheduler import Limits
 from stepscope.records import RunMeta
+from stepscope.roofline import Ceilings
 from stepscope.runner.job import Job
 from stepscope.runner.torch_runner import TorchRunner
-from stepscope.spec import Ceilings
 from stepscope.store import new_run_id
 
 BASIS = {
@@ -44,7 +44,7 @@ def run_meta(job: Job, runner: TorchRunner, setting: Setting) -> RunMeta:
     lapped = spec.layers if runner.attention.name == "gather" else 0
     return RunMeta(
         run_id=new_run_id(scenario.name, job.policy),
-        label=job.policy,
+        label=_label(job),
         stamp="MEASURED",
         created_utc=datetime.now(UTC).isoformat(timespec="seconds"),
         scenario=scenario.name,
@@ -70,6 +70,13 @@ def run_meta(job: Job, runner: TorchRunner, setting: Setting) -> RunMeta:
         versions=versions(),
         notes=list(job.notes),
     )
+
+
+def _label(job: Job) -> str:
+    """What tells this run from others of its scenario."""
+    engine = job.scenario.engine
+    launching = f"graphs={engine.graphs}" if engine.graphs != "eager" else ""
+    return ", ".join(filter(None, (job.policy, launching, "overlap" if engine.overlap else "")))
 
 
 def _device(job: Job, runner: TorchRunner) -> dict[str, Any]:

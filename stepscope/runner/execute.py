@@ -23,6 +23,7 @@ from stepscope.engine.recorder import Recorder
 from stepscope.engine.scheduler import Limits, Scheduler
 from stepscope.models.tensors import check_free
 from stepscope.records import RunMeta
+from stepscope.roofline import Ceilings
 from stepscope.runner.describe import Setting, run_meta
 from stepscope.runner.job import Job, Watcher, limits_of
 from stepscope.runner.launching import attach_graphs, graph_attacher, measure_launches
@@ -33,7 +34,6 @@ from stepscope.runner.swap import swap_pages, unswapped_notes
 from stepscope.runner.threaded import ThreadedRunner
 from stepscope.runner.torch_runner import TorchRunner
 from stepscope.runner.twin import Twin, drift, measure_twin, twin_batches
-from stepscope.spec import Ceilings
 from stepscope.store import RunWriter
 
 # A drift of the dispatch floor beyond this is told: the host changed speed during the run.

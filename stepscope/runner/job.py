@@ -16,8 +16,8 @@ from stepscope.models.load import LoadedModel
 from stepscope.models.packed import is_quantized
 from stepscope.models.tokenizer import TextTokenizer
 from stepscope.records import StepRecord
+from stepscope.roofline import Ceilings
 from stepscope.scenario import Scenario
-from stepscope.spec import Ceilings
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from stepscope.engine.kv import PagePool
 from stepscope.engine.scheduler import Limits
 from stepscope.errors import UsageError
 from stepscope.models.backends import choose_attention
-from stepscope.runner.compiled import CompiledDecode
+from stepscope.runner.compiled import FEW_ROWS, CompiledDecode
 from stepscope.runner.graphs import NOT_PAGED, CudaGraphs, default_buckets
 from stepscope.runner.probe import decode_plan, steps
 from stepscope.runner.torch_runner import TorchRunner
@@ -39,8 +39,14 @@ def attach_graphs(
 ) -> None:
     """Give the runner the graphs that the scenario asks for. Raises UsageError if it cannot."""
     attach = graph_attacher(engine.graphs, told)
-    if attach is not None:
-        attach(runner, engine.graph_buckets or default_buckets(max_seqs))
+    if attach is None:
+        return
+    compiled = (min(max_seqs, FEW_ROWS),)
+    attach(
+        runner,
+        engine.graph_buckets
+        or (compiled if engine.graphs == "compile" else default_buckets(max_seqs)),
+    )
 
 
 def graph_attacher(graphs: str, told: Callable[[str], None] = lambda text: None) -> Attach | None:

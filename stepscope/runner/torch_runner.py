@@ -114,7 +114,7 @@ class TorchRunner:
         draw = plan_draw(settings, [s.context for s in sampled], spec.vocab, device, edits)
         fixed = pad_to if self.graphs is not None and self.graphs.pads else None
         attention = self.attention.build(plan, split, fixed)
-        spans = self._tell(plan, attention, pad_to)
+        spans = self._tell(plan, attention, pad_to, draw is None)
         return Batch(
             plan,
             to_device(tokens + padding, device, torch.int64),
@@ -133,16 +133,18 @@ class TorchRunner:
             return None
         return self.graphs.bucket(len(plan.decodes))
 
-    def _tell(self, plan: StepPlan, attention: Any, pad_to: int | None) -> Spans | None:
+    def _tell(
+        self, plan: StepPlan, attention: Any, pad_to: int | None, greedy: bool
+    ) -> Spans | None:
         """How the step is launched, for its record, and what will say when the device did it."""
         plan.gather_bytes = self.attention.gather_bytes(attention)
         plan.graph, plan.padded_batch, plan.graph_hit = "eager", pad_to, None
-        if self.graphs is not None:
+        if self.graphs is not None and not plan.prefills:  # those are eager by design
             plan.graph_hit = int(pad_to is not None)
             plan.graph = self.graphs.kind if pad_to is not None else "eager"
         if self.timeline is None:
             return None
-        if not plan.prefills:
+        if greedy and not plan.prefills:  # as they were counted
             plan.launches = self.launches.get((plan.graph, pad_to or len(plan.decodes)))
         spans = plan.spans = self.timeline.step()
         plan.syncs = 1 + (self.decoder.spec.layers if self.decoder.spec.experts else 0)

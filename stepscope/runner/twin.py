@@ -14,9 +14,10 @@ import torch
 from stepscope.device.cuda import cuda_timeline
 from stepscope.models.decoder import Decoder
 from stepscope.models.dummy import random_weights
+from stepscope.roofline import Ceilings, TwinPoint
 from stepscope.runner.probe import decode_plan, steps
 from stepscope.runner.torch_runner import TorchRunner
-from stepscope.spec import INT4_GROUPS, QUANTIZED, Ceilings, ModelSpec, TwinPoint
+from stepscope.spec import INT4_GROUPS, QUANTIZED, ModelSpec
 from stepscope.stats import median
 
 CPU = torch.device("cpu")

@@ -243,7 +243,7 @@ def test_gpu_check_without_a_gpu_says_so_and_exits_with_4() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     ended = subprocess.run(
-        [sys.executable, "-m", "stepscope.device.gpu_check"], capture_output=True, text=True
+        [sys.executable, "-m", "tests.gpu_check"], capture_output=True, text=True
     )
     assert ended.returncode == 4
     assert len(ended.stderr.splitlines()) == 1

@@ -316,7 +316,7 @@ def test_ctrl_c_during_an_import_is_one_line(ran: Path, module: str, action: str
     [
         ("stepscope.models.load.load_model", ("ceilings",)),
         ("stepscope.models.load.load_model", ("run", "quickstart")),
-        ("stepscope.device.ceilings.load_or_measure", ("ceilings", "--model", "dummy:llama")),
+        ("stepscope.device.kept_ceilings.load_or_measure", ("ceilings", "--model", "dummy:llama")),
         ("stepscope.models.fetch.fetch", ("models", "fetch", "smollm2-135m")),
         ("stepscope.store.read_run", ("show", "RUN")),
     ],

@@ -97,3 +97,13 @@ def test_interrupted_and_noisy_runs_are_named() -> None:
 
 def test_nothing_to_compare() -> None:
     assert compare([]).rows[0].values == ()
+
+
+def test_what_was_set_otherwise_is_told() -> None:
+    one, other = make_run(30), make_run(30)
+    one.meta.engine |= {"overlap": False, "graphs": "eager"}
+    other.meta.engine |= {"overlap": True, "graphs": "eager"}
+    result = compare([("a", one, analyze(one)), ("b", other, analyze(other))])
+    assert [note for note in result.notes if "engine" in note] == [
+        "engine.overlap: a False and b True."
+    ]

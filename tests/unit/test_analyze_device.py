@@ -213,3 +213,23 @@ def test_the_frame_is_seen_from_the_device() -> None:
     frame = build_frame(served([Work()] * 40, overlap=True), Thresholds())
     assert frame.two_timelines
     assert all(frame.rows[i].wall_ns == 9 * MS for i in frame.working[3:])
+
+
+def flags(works: list[Work], overlap: bool = False) -> set[str]:
+    return {name for name, _ in analyze(served(works, overlap)).flags}
+
+
+@pytest.mark.parametrize("launch,paced", [(9, True), (7, False)])
+def test_launching_that_sets_the_pace_is_told(launch: int, paced: bool) -> None:
+    """The device ends with the last launch; what differs is how much of the step that takes."""
+    work = Work(launch=launch * MS, device=launch * MS, lag=0, schedule=(10 - launch) * MS)
+    assert ("launch_paced" in flags([work] * 40)) == paced
+
+
+def test_a_device_that_works_on_after_the_last_launch_is_not_paced_by_it() -> None:
+    work = Work(launch=9 * MS, device=11 * MS, lag=0, schedule=100 * US)
+    assert "launch_paced" not in flags([work] * 40)
+
+
+def test_one_timeline_says_nothing_about_launching() -> None:
+    assert "launch_paced" not in {name for name, _ in analyze(make_run(40)).flags}

@@ -12,27 +12,25 @@ from typing import Any
 import pytest
 import torch
 
-from stepscope.device import ceilings
+from stepscope.device import ceilings, kept_ceilings
 from stepscope.device.ceilings import (
     MIB,
     ROW_BYTES,
     Plan,
     best_rate,
-    cache_file,
     gemm_rates,
     gemv_rates,
     gemv_shapes,
     interleaved_ns,
-    load,
-    load_or_measure,
     measure,
     read_rates,
-    save,
     working_sets,
 )
 from stepscope.device.host import LoadSample
+from stepscope.device.kept_ceilings import cache_file, load, load_or_measure, save
 from stepscope.errors import StepscopeError
-from stepscope.spec import Ceilings, ModelSpec
+from stepscope.roofline import Ceilings
+from stepscope.spec import ModelSpec
 
 TINY = ModelSpec("tiny", "llama", 2, 32, 4, 2, 8, 64, 100, 128)
 
@@ -205,7 +203,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Ceilings]:
         made.append(Ceilings("cpu", threads, "now", ((MIB, rate),), None, {"fp32": 1e12}))
         return made[-1]
 
-    monkeypatch.setattr(ceilings, "measure", fake)
+    monkeypatch.setattr(kept_ceilings, "measure", fake)
     return made
 
 
@@ -237,7 +235,7 @@ def test_another_machine_is_another_entry(
     measured: list[Ceilings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_or_measure(TINY, 2)
-    monkeypatch.setattr(ceilings, "machine_key", lambda: "elsewhere")
+    monkeypatch.setattr(kept_ceilings, "machine_key", lambda: "elsewhere")
     load_or_measure(TINY, 2)
     assert len(measured) == 2
 
@@ -278,12 +276,12 @@ def test_a_cache_that_cannot_be_written_is_a_note(measured: list[Ceilings], tmp_
 def test_what_a_busy_machine_reached_is_not_kept(
     measured: list[Ceilings], monkeypatch: pytest.MonkeyPatch, share: float | None, times: int
 ) -> None:
-    quiet = ceilings.measure
+    quiet = kept_ceilings.measure
 
     def busy(spec: ModelSpec, threads: int, *rest: Any) -> Ceilings:
         return replace(quiet(spec, threads, *rest), extra={"foreign_share": share})
 
-    monkeypatch.setattr(ceilings, "measure", busy)
+    monkeypatch.setattr(kept_ceilings, "measure", busy)
     first, second = load_or_measure(TINY, 2), load_or_measure(TINY, 2)
     assert len(measured) == times
     assert (len(first.notes), len(second.notes)) == ((0, 0) if times == 1 else (1, 1))
@@ -294,9 +292,9 @@ def test_what_a_busy_machine_reached_is_not_kept(
 def test_a_refresh_on_a_busy_machine_leaves_what_was_kept(
     measured: list[Ceilings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, quiet = load_or_measure(TINY, 2), ceilings.measure
+    kept, quiet = load_or_measure(TINY, 2), kept_ceilings.measure
     monkeypatch.setattr(
-        ceilings,
+        kept_ceilings,
         "measure",
         lambda *rest: replace(quiet(*rest), extra={"foreign_share": 0.9}),
     )

@@ -15,9 +15,9 @@ import stepscope
 ROOT = Path(stepscope.__file__).parent
 
 # What each part of the package may import from the others, lazily or not.
-BASE = {"errors", "text", "stats"}
+BASE = {"errors", "text", "stats", "cache"}
 RECORDS = BASE | {"records"}
-SPEC = RECORDS | {"spec"}
+SPEC = RECORDS | {"spec", "roofline"}
 FILES = SPEC | {"checks", "store", "tables", "scenario", "sections", "values", "workload"}
 ENGINE = FILES | {"engine", "device"}
 RUNNER = ENGINE | {"models", "runner"}
@@ -25,7 +25,7 @@ ANALYZE = SPEC | {"analyze"}
 ALLOWED = {
     **dict.fromkeys(BASE, BASE),
     "records": RECORDS,
-    "spec": SPEC,
+    **dict.fromkeys(("spec", "roofline"), SPEC),
     **dict.fromkeys(
         ("checks", "store", "tables", "scenario", "sections", "values", "workload"), FILES
     ),

@@ -28,7 +28,7 @@ MEMBER = "tiny_model/tiny.gguf"
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
-    monkeypatch.setenv(fetching.CACHE_VARIABLE, str(folder))
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(folder))
     monkeypatch.setattr(fetching, "POLL_S", 0.001)
     return folder
 

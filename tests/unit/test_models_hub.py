@@ -175,7 +175,7 @@ def test_a_gguf_file_by_its_name(hub: Hub, tmp_path: Path) -> None:
     assert not any("q4.gguf" in line for line in hub.asked)
     with pytest.raises(UsageError, match=r"no config.json; give one of .* org/ggufs/q4.gguf and"):
         load_model("org/ggufs", "fp32")
-    with pytest.raises(UsageError, match=r"no file q9.gguf; give one of .* org/ggufs/q4.gguf and"):
+    with pytest.raises(UsageError, match=r"no q9.gguf; give one of .* org/ggufs/q4.gguf and"):
         load_model("org/ggufs/q9.gguf", "fp32")
 
 
@@ -253,6 +253,20 @@ def test_refusals(hub: Hub, status: int, code: str, says: str) -> None:
     with pytest.raises(StepscopeError, match=says) as caught:
         load_model(ID)
     assert_sentence(caught.value)
+
+
+def test_files_that_are_listed_but_not_given(hub: Hub) -> None:
+    hub.gated = True
+    with pytest.raises(StepscopeError, match=r"is gated; accept its terms at"):
+        load_model(ID)
+
+
+def test_an_index_that_names_what_is_not_there(hub: Hub) -> None:
+    del hub.repos[ID]["model.safetensors"]
+    index = {"weight_map": {"model.norm.weight": "gone.safetensors"}}
+    hub.repos[ID]["model.safetensors.index.json"] = json.dumps(index).encode()
+    with pytest.raises(UsageError, match=r"org/tiny has no gone\.safetensors; choose a model in"):
+        load_model(ID)
 
 
 def assert_sentence(error: StepscopeError) -> None:
