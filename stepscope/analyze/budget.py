@@ -174,7 +174,7 @@ def charge_noise(split: Split, row: StepRecord, baseline_ns: float | None) -> Sp
     """
     if baseline_ns is None:
         return split
-    rest = "forward" if "forward" in split else "inefficient"
+    rest = "forward" if row.graph == "compile" else "inefficient"
     unexplained = split.get(rest, 0)
     noise = min(unexplained, max(0, round(row.wall_ns - baseline_ns)))
     if not noise:

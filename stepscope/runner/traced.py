@@ -52,8 +52,8 @@ def under_way(step: Step) -> Iterator[None]:
 
 
 # Not torch.library.custom_op: its wrapper costs as much as the attention of one short request.
-_library = torch.library.Library("stepscope", "FRAGMENT")
-_library.define("attend(Tensor qkv, int layer, int width) -> Tensor")
+_library = torch.library.Library("stepscope", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("attend(Tensor qkv, int layer, int width) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 def _attend(qkv: torch.Tensor, layer: int, width: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ def _shape(qkv: torch.Tensor, layer: int, width: int) -> torch.Tensor:
     return qkv.new_empty(qkv.shape[0], width)
 
 
-_library.impl("attend", _attend, "CompositeExplicitAutograd")
+_library.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("stepscope::attend", _shape, lib=_library)
 
 
