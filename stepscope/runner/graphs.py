@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ class CudaGraphs:
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
         """Logits of a padded step (bucket, vocab); they stay valid until the next one."""
         captured = self._captured[tokens.shape[0]]
-        torch._foreach_copy_(captured.inputs, _tensors(tokens, positions, attention))
+        for held, new in zip(captured.inputs, _tensors(tokens, positions, attention), strict=True):
+            held.copy_(new)
         captured.replay()
         return captured.logits
 
@@ -112,20 +114,27 @@ def _tensors(tokens: torch.Tensor, positions: torch.Tensor, batch: Any) -> list[
     return [tokens, positions, *(v for v in values if isinstance(v, torch.Tensor))]
 
 
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    """One for every capture: cuBLAS keeps a workspace of megabytes for each stream it has seen."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
 class _CudaCapture:
     """Warm up beside the main stream, as capturing demands, then record into one shared pool."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = _side_stream()
 
     def __call__(self, forward: Forward) -> tuple[Callable[[], None], torch.Tensor]:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 forward()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             logits = forward()
         return graph.replay, logits
