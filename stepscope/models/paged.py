@@ -53,7 +53,7 @@ class PagedAttention:
         """max_context: tokens of the longest context; page tables of padded steps hold it."""
         from stepscope.models import paged_kernel  # registers the operator
 
-        self._attend = paged_kernel.paged_attention
+        self._attend, self._operator = paged_kernel.attend, paged_kernel.paged_attention
         self._spec, self._cache, self._trash_page = spec, cache, trash_page
         self._device = cache.layers[0].device
         self._most_pages = _table_width(max_context, cache.page_size)
@@ -105,7 +105,8 @@ class PagedAttention:
     ) -> torch.Tensor:
         spec, cache = self._spec, self._cache
         cache.write(layer, batch.write_slots, qkv[:, self._width :])
-        out: torch.Tensor = self._attend(
+        attend = self._operator if torch.compiler.is_compiling() else self._attend
+        out: torch.Tensor = attend(
             qkv,
             cache.layers[layer],
             cache.scales[layer] if cache.scales else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,10 @@ def fake_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(dummy, "_normal", lambda seed, device: torch.zeros(4 << 20, device=device))
     processors = SimpleNamespace(multi_processor_count=132)
     patch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
+    if find_spec("triton") is not None:
+        from stepscope.models import paged_kernel
+
+        patch.setattr(paged_kernel, "attend", paged_kernel.paged_attention)
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
