@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 from stepscope.device.timeline import Timeline, anchor
 from stepscope.errors import CannotJudge, UsageError
 
+Result = TypeVar("Result")
+WARM_UPS = 2  # before a capture
 # What the host calls to hand work to the device (CUDA runtime and driver, as CUPTI names them).
 LAUNCH_CALLS = (
     "cudaLaunchKernel",
@@ -98,6 +101,40 @@ def gpu_key() -> str:
     import torch
 
     return re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name()).strip("-").lower()
+
+
+@cache
+def _side_stream() -> Any:
+    """One for every capture: cuBLAS keeps a workspace of megabytes for each stream it has seen."""
+    import torch
+
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def graph_pool() -> Any:
+    """Memory that graphs captured into it share."""
+    import torch
+
+    return torch.cuda.graph_pool_handle()
+
+
+def capture(call: Callable[[], Result], pool: Any = None) -> tuple[Callable[[], None], Result]:
+    """The call as a CUDA graph: how to replay it, and its result, whose memory replays fill again.
+
+    Warmed up beside the main stream, as capturing demands. What the call reads must be kept.
+    """
+    import torch
+
+    stream = _side_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        result = call()
+    return graph.replay, result
 
 
 def count_launches(call: Callable[[], object]) -> int | None:

@@ -1,30 +1,30 @@
 """What a GPU reaches: HBM bandwidth by working set, copies, the model's own GEMVs, GEMM rates.
 
-Timed with CUDA events around many calls, so that neither launching nor waiting is part of it.
+Timed with CUDA events around many calls, the short ones replayed as graphs, so that neither
+launching nor waiting is part of it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepscope.device.ceilings import Call, Progress, Rate, best_rate, gemv_shapes, no_progress
-from stepscope.device.cuda import describe_gpu
+from stepscope.device.cuda import capture, describe_gpu
 from stepscope.roofline import Ceilings, GemvPoint
 from stepscope.spec import ELEMENT_BYTES, QUANTIZED, ModelSpec
 
-if TYPE_CHECKING:
-    import torch
-
+DEVICE = "cuda"
 MIB = 1 << 20
 READ_BYTES = (32 * MIB, 128 * MIB, 512 * MIB, 2048 * MIB)
+READS = 8  # of a working set in one launch
 COPY_BYTES = 1024 * MIB
 MOST_WEIGHT_BYTES = 2048 * MIB  # distinct matrices of one shape: far more than the L2 holds
+MOST_COPIES = 512
 REPEATS = 7
 NS_PER_REPEAT = 3_000_000  # calls are repeated to fill this
 GEMM_SIZE = {"bf16": 8192, "fp16": 8192, "fp32": 4096}
@@ -79,17 +79,17 @@ def read_rates(weight_bytes: int, timer: Timer) -> dict[int, Rate]:
 
     free = _free_bytes()
     sizes = sorted({s for s in (*READ_BYTES, min(weight_bytes, READ_BYTES[-1])) if s <= free // 2})
-    data = torch.ones(max(sizes) // 4, device="cuda")
+    data = torch.ones(max(sizes) // 4, device=DEVICE)
     found = {}
     for size in sizes:
         flat = data[: size // 4]
         rows = flat[: len(flat) // 4096 * 4096].view(-1, 4096)
         calls: dict[str, Call] = {
-            "sum": partial(torch.sum, flat),
-            "rows sum": partial(torch.sum, rows, 1),
-            "rows amax": partial(torch.amax, rows, 1),
+            "sum": _one_launch([partial(torch.sum, flat)] * READS),
+            "rows sum": _one_launch([partial(torch.sum, rows, 1)] * READS),
+            "rows amax": _one_launch([partial(torch.amax, rows, 1)] * READS),
         }
-        found[size] = best_rate(size, _interleaved(calls, timer))
+        found[size] = best_rate(READS * size, _interleaved(calls, timer))
     return found
 
 
@@ -98,7 +98,7 @@ def copy_rate(timer: Timer) -> Rate:
     import torch
 
     elements = min(COPY_BYTES, _free_bytes() // 4) // 4
-    source, target = torch.ones(elements, device="cuda"), torch.zeros(elements, device="cuda")
+    source, target = torch.ones(elements, device=DEVICE), torch.zeros(elements, device=DEVICE)
     calls: dict[str, Call] = {"copy": lambda: target.copy_(source)}
     return best_rate(2 * 4 * elements, _interleaved(calls, timer))
 
@@ -114,12 +114,14 @@ def gemv_rates(spec: ModelSpec, timer: Timer) -> dict[str, Rate]:
     element = ELEMENT_BYTES[spec.dtype]
     rates = {}
     for name, rows, cols in gemv_shapes(spec):
-        copies = max(1, min(MOST_WEIGHT_BYTES, _free_bytes() // 4) // (rows * cols * element))
-        weights = torch.full((min(copies, 512), rows, cols), 0.5, dtype=dtype, device="cuda")
-        x, turn = torch.ones(1, cols, dtype=dtype, device="cuda"), cycle(weights.unbind(0))
-        calls: dict[str, Call] = {"linear": lambda x=x, turn=turn: linear(x, next(turn))}  # type: ignore[misc]
-        rates[name] = best_rate(rows * cols * element, _interleaved(calls, timer))
-        del weights
+        fitting = min(MOST_WEIGHT_BYTES, _free_bytes() // 4) // (rows * cols * element)
+        copies = max(1, min(fitting, MOST_COPIES))
+        weights = torch.full((copies, rows, cols), 0.5, dtype=dtype, device=DEVICE)
+        x = torch.ones(1, cols, dtype=dtype, device=DEVICE)
+        products: list[Call] = [partial(linear, x, weight) for weight in weights.unbind(0)]
+        calls = {"linear": _one_launch(products)}
+        rates[name] = best_rate(copies * rows * cols * element, _interleaved(calls, timer))
+        del weights, products
     return rates
 
 
@@ -130,10 +132,16 @@ def gemm_rates(timer: Timer) -> dict[str, Rate]:
     rates = {}
     for name, n in GEMM_SIZE.items():
         dtype: Any = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-        a: torch.Tensor = torch.randn(n, n, device="cuda").to(dtype)
+        a = torch.randn(n, n, device=DEVICE).to(dtype)
         calls: dict[str, Call] = {f"{n} x {n}": partial(torch.mm, a, a)}
         rates[name] = best_rate(2 * n**3, _interleaved(calls, timer))
     return rates
+
+
+def _one_launch(calls: Sequence[Call]) -> Call:
+    """All of them as one graph: launched one by one, small ones would wait for the host."""
+    replay, _ = capture(lambda: [call() for call in calls])
+    return replay
 
 
 def _interleaved(calls: dict[str, Call], timer: Timer) -> dict[str, list[float]]:

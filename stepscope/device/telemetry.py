@@ -36,8 +36,10 @@ class Reading:
 def nvml_reader(uuid: str | None, nvml: Any = None) -> tuple[Callable[[], Reading] | None, str]:
     """How to read the GPU of this UUID (None: the first), or None and the reason why not."""
     if nvml is None:
-        import pynvml
-
+        try:
+            import pynvml
+        except ImportError:
+            return None, "n/a: nvidia-ml-py is not installed"
         nvml = pynvml
     try:
         nvml.nvmlInit()

@@ -170,13 +170,17 @@ def slots_of(piece: Slice, begin: int, end: int, page_size: int) -> np.ndarray:
     return slots[skip : skip + end - begin]
 
 
-def write_slots(slices: list[Slice], page_size: int, device: torch.device) -> torch.Tensor:
+def write_slots(decodes: list[Slice], prefills: list[Slice], page_size: int) -> np.ndarray:
     """Where K and V of the step's tokens go."""
-    slots = [slots_of(s, s.start, s.context, page_size) for s in slices]
-    return to_device(np.concatenate(slots), device)
+    # A hundred decodes are a hundred numbers, for each of which numpy's calls would take longer.
+    ones = [
+        s.request.pages[s.start // page_size] * page_size + s.start % page_size for s in decodes
+    ]
+    rest = [slots_of(s, s.start, s.context, page_size) for s in prefills]
+    return np.concatenate([np.array(ones, dtype=np.int64), *rest])
 
 
-def sampled_rows(plan: StepPlan, device: torch.device) -> torch.Tensor | None:
+def sampled_rows(plan: StepPlan) -> np.ndarray | None:
     """Token rows whose logits are wanted; None = every row."""
     if not plan.prefills:
         return None
@@ -186,7 +190,7 @@ def sampled_rows(plan: StepPlan, device: torch.device) -> torch.Tensor | None:
         row += piece.count
         if piece.samples:
             rows.append(row - 1)
-    return to_device(np.array(rows, dtype=np.int64), device)
+    return np.array(rows, dtype=np.int64)
 
 
 class BatchBuilder:
@@ -218,8 +222,10 @@ class BatchBuilder:
         local = full
         if self.window is not None:
             local = self._view(plan, groups, pad_to is not None, self.window)
-        slots = write_slots(decodes + plan.prefills, self.page_size, self.device)
-        return AttentionBatch(slots, sampled_rows(plan, self.device), full, local)
+        slots = to_device(write_slots(decodes, plan.prefills, self.page_size), self.device)
+        rows = sampled_rows(plan)
+        sampled = None if rows is None else to_device(rows, self.device)
+        return AttentionBatch(slots, sampled, full, local)
 
     def _view(
         self, plan: StepPlan, decodes: list[list[Slice]], masked: bool, window: int | None

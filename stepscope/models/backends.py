@@ -59,6 +59,9 @@ class GatherAttention:
         self._spec, self._cache = spec, cache
         self._width = spec.heads * spec.head_dim
         self._product = attention_product(spec)
+        if cache.layers[0].device.type == "cuda":
+            # It plans anew for each length, which takes longer than many steps.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self._builder = BatchBuilder(
             cache.page_size,
             trash_page,

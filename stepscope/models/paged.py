@@ -15,7 +15,7 @@ import torch
 from stepscope.engine.plan import Lap, Slice, StepPlan
 from stepscope.models.attention import padded, sampled_rows, score_scale, write_slots
 from stepscope.models.kv_cache import KvCache
-from stepscope.models.transfer import to_device
+from stepscope.models.transfer import upload
 from stepscope.spec import ModelSpec
 
 # Parts into which the context of a decode is split, so that few requests still fill the device:
@@ -53,7 +53,7 @@ class PagedAttention:
         """max_context: tokens of the longest context; page tables of padded steps hold it."""
         from stepscope.models import paged_kernel  # registers the operator
 
-        self._attend = paged_kernel.paged_attention
+        self._attend, self._operator = paged_kernel.attend, paged_kernel.paged_attention
         self._spec, self._cache, self._trash_page = spec, cache, trash_page
         self._device = cache.layers[0].device
         self._most_pages = _table_width(max_context, cache.page_size)
@@ -66,31 +66,47 @@ class PagedAttention:
 
     def build(self, plan: StepPlan, split: int, pad_to: int | None = None) -> PagedBatch:
         decodes = padded(plan.decodes, pad_to, self._trash_page)
-        slices = decodes + plan.prefills
-        longest = max(s.context for s in slices)
-        width = _table_width(longest, self._cache.page_size) if pad_to is None else self._most_pages
-        counts = [s.count for s in slices]
+        slices, page_size = decodes + plan.prefills, self._cache.page_size
+        width = _table_width(max(s.context for s in slices), page_size)
+        arrays = [
+            write_slots(decodes, plan.prefills, page_size),
+            _page_table(slices, width, page_size),
+            np.array([s.context for s in slices], dtype=np.int32),
+            np.cumsum([0, *(s.count for s in slices)], dtype=np.int32),
+        ]
+        rows = sampled_rows(plan)
+        slots, table, lens, starts, *sampled = upload(
+            arrays if rows is None else [*arrays, rows], self._device
+        )
+        if pad_to is not None:
+            table, width = self._widened(table), self._most_pages
         return PagedBatch(
-            write_slots(slices, self._cache.page_size, self._device),
-            sampled_rows(plan, self._device),
-            to_device(_page_table(slices, width, self._cache.page_size), self._device),
-            self._int32([s.context for s in slices]),
-            self._int32([0, *np.cumsum(counts)]),
+            slots,
+            sampled[0] if sampled else None,
+            table,
+            lens,
+            starts,
             len(decodes),
             max((s.count for s in plan.prefills), default=0),
-            split_count(
-                len(decodes) * self._spec.kv_heads,
-                width * self._cache.page_size,
-                self._processors,
-            ),
+            split_count(len(decodes) * self._spec.kv_heads, width * page_size, self._processors),
         )
+
+    def _widened(self, table: torch.Tensor) -> torch.Tensor:
+        """The width of the longest context there can be, which megabytes need not be sent for.
+
+        Nobody reads what lies behind a context's own pages, so that may hold anything.
+        """
+        whole = table.new_empty(table.shape[0], self._most_pages)
+        whole[:, : table.shape[1]] = table
+        return whole
 
     def __call__(
         self, layer: int, local: bool, qkv: torch.Tensor, batch: PagedBatch, lap: Lap
     ) -> torch.Tensor:
         spec, cache = self._spec, self._cache
         cache.write(layer, batch.write_slots, qkv[:, self._width :])
-        out: torch.Tensor = self._attend(
+        attend = self._operator if torch.compiler.is_compiling() else self._attend
+        out: torch.Tensor = attend(
             qkv,
             cache.layers[layer],
             cache.scales[layer] if cache.scales else None,
@@ -107,9 +123,6 @@ class PagedAttention:
 
     def gather_bytes(self, batch: PagedBatch) -> int | None:
         return None
-
-    def _int32(self, values: list[int]) -> torch.Tensor:
-        return to_device(np.array(values, dtype=np.int32), self._device)
 
 
 def split_count(pairs: int, most_tokens: int, processors: int) -> int:

@@ -162,14 +162,7 @@ def _combine(  # type: ignore[no-untyped-def]
     tl.store(out + row * HEAD + dim, acc.to(out.dtype.element_ty), mask=inside)
 
 
-SCHEMA = (
-    "(Tensor qkv, Tensor cache, Tensor? scales, Tensor page_table, Tensor context_lens, "
-    "Tensor query_starts, int[] shape, int[] step, int window, float scale, float cap) -> Tensor"
-)
-
-
-@torch.library.custom_op("stepscope::paged_attention", mutates_args=(), schema=SCHEMA)
-def paged_attention(
+def attend(
     qkv: torch.Tensor,
     cache: torch.Tensor,
     scales: torch.Tensor | None,
@@ -230,6 +223,16 @@ def paged_attention(
             *tensors, out, out, out, *fixed, ROWS=rows, SPLIT=False, num_warps=warps, **options
         )
     return out
+
+
+SCHEMA = (
+    "(Tensor qkv, Tensor cache, Tensor? scales, Tensor page_table, Tensor context_lens, "
+    "Tensor query_starts, int[] shape, int[] step, int window, float scale, float cap) -> Tensor"
+)
+# What torch.compile and fake tensors see. Eager steps go around it, as it costs the host time.
+paged_attention = torch.library.custom_op(
+    "stepscope::paged_attention", attend, mutates_args=(), schema=SCHEMA
+)
 
 
 @paged_attention.register_fake

@@ -54,6 +54,7 @@ class Draw:
     min_p: torch.Tensor  # (n, 1)
     uniform: torch.Tensor  # (n, 1) float64
     truncated: bool  # some row uses top-k, top-p or min-p
+    short: bool  # every row that does has a top-k within the shortlist
     edits: Edits | None = None
     edited: tuple[torch.Tensor, torch.Tensor] | None = None  # which of `rows`: which edited row
 
@@ -82,10 +83,15 @@ def plan_draw(
         top_p=column([s.top_p if s.top_p < 1 else 2.0 for s in chosen], torch.float32),
         min_p=column([s.min_p for s in chosen], torch.float32),
         uniform=column(draws.tolist(), torch.float64),
-        truncated=any(s.top_k or s.top_p < 1 or s.min_p for s in chosen),
+        truncated=any(map(_truncates, chosen)),
+        short=all(0 < s.top_k <= SHORTLIST for s in chosen if _truncates(s)),
         edits=edits,
         edited=None if edits is None else _shared(rows, edits, device),
     )
+
+
+def _truncates(sampling: Sampling) -> bool:
+    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
 
 
 def _shared(
@@ -135,8 +141,8 @@ def _drawn(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
     untouched = ((draw.top_k == vocab) & (draw.top_p >= 1) & (draw.min_p <= 0)).squeeze(-1)
     values, order = probs.topk(min(SHORTLIST, vocab), dim=-1)
     picked, complete = _truncated(values, order, draw, vocab)
-    # On a GPU looking at the shortlist's success would be a synchronisation; sorting is cheap.
-    if probs.is_cuda or not bool((complete | untouched).all()):
+    # On a GPU looking at the shortlist's success would be a synchronisation.
+    if not draw.short and (probs.is_cuda or not bool((complete | untouched).all())):
         values, order = probs.sort(dim=-1, descending=True)
         full, _ = _truncated(values, order, draw, vocab)
         picked = torch.where(complete, picked, full)

@@ -10,10 +10,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 
+from stepscope.device import cuda
 from stepscope.engine.plan import Lap, StepPlan
 from stepscope.errors import UsageError
 from stepscope.models.backends import Attention
@@ -21,7 +23,6 @@ from stepscope.models.decoder import Decoder
 
 Forward = Callable[[], torch.Tensor]
 Capture = Callable[[Forward], tuple[Callable[[], None], torch.Tensor]]
-WARM_UPS = 2
 NOT_PAGED = (
     "graphs = cuda needs attention that reads pages in place, as gathered contexts change their "
     "shape; use --attention paged or --graphs eager"
@@ -70,7 +71,7 @@ class CudaGraphs:
             raise UsageError(NOT_PAGED)
         self._decoder, self._attention = decoder, attention
         self.buckets = tuple(sorted(buckets))
-        self._capture = capture or _CudaCapture()
+        self._capture = capture or partial(cuda.capture, pool=cuda.graph_pool())
         self._captured: dict[int, _Captured] = {}
 
     def prepare(self, told: Callable[[int], None] = lambda bucket: None) -> None:
@@ -88,7 +89,8 @@ class CudaGraphs:
     ) -> torch.Tensor:
         """Logits of a padded step (bucket, vocab); they stay valid until the next one."""
         captured = self._captured[tokens.shape[0]]
-        torch._foreach_copy_(captured.inputs, _tensors(tokens, positions, attention))
+        for held, new in zip(captured.inputs, _tensors(tokens, positions, attention), strict=True):
+            held.copy_(new)
         captured.replay()
         return captured.logits
 
@@ -113,22 +115,3 @@ def _no_lap(phase: int) -> None:
 def _tensors(tokens: torch.Tensor, positions: torch.Tensor, batch: Any) -> list[torch.Tensor]:
     values = [getattr(batch, f.name) for f in fields(batch)]
     return [tokens, positions, *(v for v in values if isinstance(v, torch.Tensor))]
-
-
-class _CudaCapture:
-    """Warm up beside the main stream, as capturing demands, then record into one shared pool."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, forward: Forward) -> tuple[Callable[[], None], torch.Tensor]:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                forward()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = forward()
-        return graph.replay, logits

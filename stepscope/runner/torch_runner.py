@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from stepscope.device.timeline import Spans, Timeline
@@ -18,7 +19,7 @@ from stepscope.models.kv_cache import kv_cache
 from stepscope.models.logit_edits import plan_edits
 from stepscope.models.logprobs import Asked, logprobs_of, plan_logprobs, unpack_logprobs
 from stepscope.models.sampling import Draw, plan_draw, sample
-from stepscope.models.transfer import Download, download, on_host, to_device
+from stepscope.models.transfer import Download, download, on_host, upload
 from stepscope.records import D2H_WAIT, FORWARD, SAMPLE
 
 
@@ -105,7 +106,7 @@ class TorchRunner:
         slices = plan.slices
         padding = [0] * ((pad_to or len(slices)) - len(slices))
         positions = [p for s in slices for p in range(s.start, s.context)]
-        tokens, pending = self._tokens(slices)
+        tokens, *pending = self._tokens(slices)
         sampled = [s for s in slices if s.samples]
         self._places = {s.request: i for i, s in enumerate(sampled)}
         settings = [s.request.sampling for s in sampled]
@@ -115,13 +116,15 @@ class TorchRunner:
         fixed = pad_to if self.graphs is not None and self.graphs.pads else None
         attention = self.attention.build(plan, split, fixed)
         spans = self._tell(plan, attention, pad_to, draw is None)
+        lists = [tokens + padding, positions + padding, *(pending if pending[0] else ())]
+        ids, at, *late = upload([np.array(values, dtype=np.int64) for values in lists], device)
         return Batch(
             plan,
-            to_device(tokens + padding, device, torch.int64),
-            to_device(positions + padding, device, torch.int64),
+            ids,
+            at,
             attention,
             draw,
-            pending,
+            (late[0], late[1]) if late else None,
             plan_logprobs(settings, spec.vocab, device),
             spans=spans,
             padded=pad_to is not None,
@@ -150,10 +153,8 @@ class TorchRunner:
         plan.syncs = 1 + (self.decoder.spec.layers if self.decoder.spec.experts else 0)
         return spans
 
-    def _tokens(
-        self, slices: Sequence[Slice]
-    ) -> tuple[list[int], tuple[torch.Tensor, torch.Tensor] | None]:
-        """Ids as far as they are known; where one is pending, its row and its place."""
+    def _tokens(self, slices: Sequence[Slice]) -> tuple[list[int], list[int], list[int]]:
+        """Ids as far as they are known; where they are pending, their rows and their places."""
         tokens: list[int] = []
         rows: list[int] = []
         places: list[int] = []
@@ -163,13 +164,7 @@ class TorchRunner:
                 rows.append(len(tokens))
                 places.append(self._places[piece.request])
                 tokens.append(0)
-        if not rows:
-            return tokens, None
-        device = self.device
-        return tokens, (
-            to_device(rows, device, torch.int64),
-            to_device(places, device, torch.int64),
-        )
+        return tokens, rows, places
 
     @torch.inference_mode()
     def forward(self, batch: Batch, lap: Lap) -> torch.Tensor:

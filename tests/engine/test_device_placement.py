@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from stepscope.engine.plan import Move, Slice, StepPlan
 from stepscope.engine.request import Sampling
+from stepscope.models import transfer
 from stepscope.models.logprobs import logprobs_of
 from stepscope.models.sampling import sample
 from stepscope.runner.probe import decode_plan, prefill_plan
 from stepscope.runner.torch_runner import TorchRunner
-from tests.engine.fake_gpu import fake_gpu, on_gpu
+from tests.engine.fake_gpu import NoWaiting, fake_gpu, on_gpu
 
+aten = torch.ops.aten
 SMALL = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 251}
 NAMES = ("llama", "gemma-2-9b", "gemma-3-1b", "qwen2.5-0.5b", "qwen3-0.6b")
 ASKED = (
@@ -36,12 +40,13 @@ def mixed_plan(page: int) -> StepPlan:
 
 
 def step(runner: TorchRunner, plan: StepPlan) -> None:
-    batch = runner.prepare(plan)
-    logits = runner.forward(batch, lambda phase: None)
-    ids = sample(logits, batch.draw)
-    tensors = [logits, ids]
-    if batch.asked is not None:
-        tensors.append(logprobs_of(logits, ids, batch.asked))
+    with NoWaiting():
+        batch = runner.prepare(plan)
+        logits = runner.forward(batch, lambda phase: None)
+        ids = sample(logits, batch.draw)
+        tensors = [logits, ids]
+        if batch.asked is not None:
+            tensors.append(logprobs_of(logits, ids, batch.asked))
     assert {t.device.type for t in tensors} == {"cuda"}
     assert ids.shape == (len(plan.slices),)
     runner._ids = ids
@@ -99,3 +104,44 @@ def test_a_tensor_left_on_the_host_would_be_found(monkeypatch: pytest.MonkeyPatc
         runner = TorchRunner(decoder, 64, 16, "gather")
         with pytest.raises(RuntimeError, match="same device"):
             step(runner, mixed_plan(16))
+
+
+def test_what_waits_for_the_device_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check itself can fail, in each of the ways there are."""
+    with fake_gpu(monkeypatch):
+        x = torch.zeros(3, 4, device="cuda")
+        on_host = torch.zeros(3, 4)
+        waiting: list[Callable[[], Any]] = [
+            lambda: aten.index(x, [x > 0]),
+            lambda: aten.index_put_(x, [x > 0], torch.zeros((), device="cuda")),
+            lambda: aten._to_copy(on_host, device=x.device),
+            lambda: aten._to_copy(torch.tensor(1.0), device=x.device),
+            lambda: aten._to_copy(x, device=torch.device("cpu")),
+            lambda: aten.copy_(x, on_host),
+            lambda: x.sum().item(),
+            lambda: bool((x > 0).all()),
+            lambda: aten.nonzero(x),
+        ]
+        for call in waiting:
+            with pytest.raises((AssertionError, DataDependentOutputException)), NoWaiting():
+                call()
+        with NoWaiting():
+            torch.where(x > 0, 1.0, x).mul_(torch.tensor(2.0))
+
+
+def test_a_greedy_decode_step_sends_two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs the host more than what is computed of a small model in that time."""
+    pytest.importorskip("triton", reason="the paged kernel needs triton")
+    with fake_gpu(monkeypatch), torch.inference_mode():
+        runner = TorchRunner(on_gpu("llama", **SMALL), 4096, 16, "paged")
+        sent: list[int] = []
+        moved = transfer.moved
+
+        def spy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+            sent.append(tensor.nbytes)
+            return moved(tensor, device)
+
+        monkeypatch.setattr(transfer, "moved", spy)
+        step(runner, decode_plan(64, 300, 16))
+        assert len(sent) == 2
+        assert sum(sent) < 64 * (3 * 8 + 2 * 4 + 32 * 4) + 512, "and no page table of the pool"

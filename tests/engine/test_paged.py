@@ -45,7 +45,7 @@ def test_cases_in_the_interpreter() -> None:
 
 @no_triton
 def test_it_compiles_for_gpus(tmp_path: Path) -> None:
-    run_cases("paged_compiled.py", 3, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    run_cases("paged_compiled.py", 4, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @no_triton
