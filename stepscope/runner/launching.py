@@ -12,6 +12,7 @@ from stepscope.engine.scheduler import Limits
 from stepscope.errors import UsageError
 from stepscope.models.backends import choose_attention
 from stepscope.runner.compiled import FEW_ROWS, CompiledDecode
+from stepscope.runner.gpu_compiled import CompiledOnGpu
 from stepscope.runner.graphs import NOT_PAGED, CudaGraphs, default_buckets
 from stepscope.runner.probe import decode_plan, steps
 from stepscope.runner.torch_runner import TorchRunner
@@ -24,8 +25,6 @@ Attach = Callable[[TorchRunner, Sequence[int]], None]  # graphs at these batch s
 def check_launching(engine: EngineSection, device: str) -> None:
     """Raises UsageError for attention or graphs that this kind of device (cpu, cuda) cannot do."""
     attention = choose_attention(engine.attention, device)
-    if engine.graphs == "compile" and device == "cuda":
-        raise UsageError("graphs = compile is for the CPU; use --graphs cuda or eager")
     if engine.graphs != "cuda":
         return
     if device != "cuda":
@@ -41,12 +40,9 @@ def attach_graphs(
     attach = graph_attacher(engine.graphs, told)
     if attach is None:
         return
-    compiled = (min(max_seqs, FEW_ROWS),)
-    attach(
-        runner,
-        engine.graph_buckets
-        or (compiled if engine.graphs == "compile" else default_buckets(max_seqs)),
-    )
+    on_cpu = engine.graphs == "compile" and runner.device.type == "cpu"
+    usual = (min(max_seqs, FEW_ROWS),) if on_cpu else default_buckets(max_seqs)
+    attach(runner, engine.graph_buckets or usual)
 
 
 def graph_attacher(graphs: str, told: Callable[[str], None] = lambda text: None) -> Attach | None:
@@ -56,7 +52,8 @@ def graph_attacher(graphs: str, told: Callable[[str], None] = lambda text: None)
 
 def _compiled(told: Callable[[str], None]) -> Attach:
     def attach(runner: TorchRunner, buckets: Sequence[int]) -> None:
-        runner.graphs = CompiledDecode(runner.decoder, runner.attention, buckets, told)
+        form = CompiledOnGpu if runner.device.type == "cuda" else CompiledDecode
+        runner.graphs = form(runner.decoder, runner.attention, buckets, told)
 
     return attach
 

@@ -117,7 +117,7 @@ def trace(
     dimension = torch.export.Dim("rows", min=1, max=MOST_ROWS)
     return torch.export.export(
         Forward(spec, weights).eval(),
-        (x, torch.zeros(rows, dtype=torch.int64)),
+        (x, torch.zeros(rows, dtype=torch.int64, device=x.device)),
         dynamic_shapes=({0: dimension}, {0: dimension}),
         strict=False,
     )
