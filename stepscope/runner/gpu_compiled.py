@@ -66,10 +66,11 @@ class CompiledOnGpu:
     def _warm_up(self, rows: int) -> None:
         """Nobody decodes: every row is a padded one, on the trash page.
 
-        In inference mode like the steps to come: tensors made outside would be another program's.
+        In inference mode and each tensor for itself, as in the steps to come: how tensors lie and
+        were made is part of what torch compiles for.
         """
         device = self._decoder.embed.device
-        tokens, positions = torch.zeros(2, rows, dtype=torch.int64, device=device).unbind(0)
+        tokens, positions = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in "tp")
         self.run(tokens, positions, self._attention.build(StepPlan(), 0, rows), _no_lap)
 
 
