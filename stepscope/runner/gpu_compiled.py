@@ -59,7 +59,9 @@ class CompiledOnGpu:
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: Any, lap: Lap
     ) -> torch.Tensor:
         with under_way(Step(self._attention, self._local, attention, lap)):
-            logits: torch.Tensor = self._program(self._decoder.embedded(tokens), positions)
+            # A copy of its own: where it lies in a larger upload would be another program's.
+            x, at = self._decoder.embedded(tokens), positions.clone()
+            logits: torch.Tensor = self._program(x, at)
         return logits
 
     @torch.inference_mode()
