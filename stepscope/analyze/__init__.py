@@ -189,7 +189,7 @@ def _gap_notes(frame: Frame, stalls: list[Stall], tokens: dict[int, Tokens]) -> 
     stalled = sum(not g.preempted and contains_any(steps, g.first_step, g.last_step) for g in found)
     rest = len(found) - preempted - stalled
     return [
-        f"{plural(len(found), 'token gap')} exceed {factor:g} x their request's median: "
+        f"{plural(len(found), 'token gap')} above {factor:g} x their request's median: "
         f"{stalled:,} contain a harmful stall, {preempted:,} follow a preemption, {rest:,} are "
         "unexplained."
     ]

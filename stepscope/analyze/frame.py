@@ -10,11 +10,11 @@ from stepscope.analyze.device import has_device, seen_from_device
 from stepscope.analyze.moments import EventIndex
 from stepscope.analyze.thresholds import Thresholds
 from stepscope.errors import StepscopeError
-from stepscope.records import Run, StepRecord
+from stepscope.records import HOST_PHASES, Run, StepRecord
 from stepscope.roofline import Ceilings
 from stepscope.spec import ModelSpec
 from stepscope.stats import median
-from stepscope.text import plural
+from stepscope.text import ms, plural
 
 
 def prefill_tokens(row: StepRecord) -> int:
@@ -124,7 +124,7 @@ def build_frame(run: Run, limits: Thresholds) -> Frame:
     model = CostModel(spec, ceilings, dtype)
     first_rank = min((s.rank for s in run.steps), default=0)
     rows = sorted((s for s in run.steps if s.rank == first_rank), key=lambda s: s.begin_ns)
-    two_timelines = has_device(rows)
+    two_timelines, of_host = has_device(rows), rows
     if two_timelines:
         rows = seen_from_device(rows)
     working = [i for i, row in enumerate(rows) if is_working(row)]
@@ -156,13 +156,23 @@ def build_frame(run: Run, limits: Thresholds) -> Frame:
     if two_timelines:
         frame.notes.append(
             "Steps are shown as the device did them: a host phase counts only where the device "
-            "had nothing to do meanwhile."
+            f"had nothing to do meanwhile{_hidden(of_host, rows, working)}."
         )
     if len(rows) < len(run.steps):
         frame.notes.append(
             f"Several ranks were recorded; the steps of rank {first_rank} are shown."
         )
     return frame
+
+
+def _hidden(of_host: list[StepRecord], rows: list[StepRecord], working: list[int]) -> str:
+    """How much of the host's work that is, per working step; rows are parallel."""
+    if not working:
+        return ""
+    worked = sum(of_host[i].wall_ns - (of_host[i].d2h_wait_ns or 0) for i in working)
+    seen = sum(rows[i].phase_ns(name) or 0 for i in working for name in HOST_PHASES)
+    shown, of = ms(seen / len(working)), ms(worked / len(working))
+    return f", {shown} of the {of} ms that the host works per step"
 
 
 def idle_with_pending(frame: Frame) -> int:

@@ -22,7 +22,7 @@ def findings() -> dict[str, Any]:
         "torch threads": torch.get_num_threads(),
         "cuda": _cuda(),
         "telemetry": _nvml(),
-        "device timeline": "n/a: on a CPU host and device share one timeline",
+        "device timeline": _timeline(),
     }
 
 
@@ -33,12 +33,20 @@ def _version(name: str) -> str:
         return "n/a: not installed"
 
 
+def _timeline() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return "CUDA events"
+    return "n/a: on a CPU host and device share one timeline, unless --overlap is given"
+
+
 def _cuda() -> str:
     import torch
 
     if not torch.cuda.is_available():
         return "n/a: torch sees no CUDA device"
-    return f"{torch.cuda.get_device_name()} (seen, but runs on it are not there yet)"
+    return str(torch.cuda.get_device_name())
 
 
 def _nvml() -> str:

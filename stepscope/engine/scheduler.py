@@ -175,10 +175,15 @@ class Scheduler:
             request.record.finish_reason = "stop"
 
     def fail_head(self) -> None:
-        """Nothing runs and the first in the queue does not fit: it never will."""
-        if self.waiting:
-            head = self.waiting[0]
-            self._fail_for_pages(head, self.pool.pages_for(head.length))
+        """Nothing runs and the first in the queue was not let in: it never will be."""
+        if not self.waiting:
+            return
+        head = self.waiting[0]
+        need = max(self.pool.pages_for(head.length), self.policy.admit(self._view(), head))
+        if need > self.pool.total:
+            self._fail_for_pages(head, need)
+        else:
+            self._fail(head, f"policy {self.policy.name} does not let it in though nothing runs")
 
     def abort_all(self) -> None:
         """End everything that is queued or running (the run was interrupted)."""

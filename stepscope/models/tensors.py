@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -54,6 +55,7 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 WEIGHT_DTYPES = (*TORCH_DTYPES, *QUANTIZED)
 MEMINFO = Path("/proc/meminfo")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+NO_MEMORY = "can't allocate memory"
 
 
 class WeightSource(Protocol):
@@ -271,6 +273,18 @@ def check_free(what: str, needed: int, remedy: str, device: torch.device = CPU) 
         raise StepscopeError(
             f"{what} take {size(needed)} and {size(free)} of {where} is free; {remedy}."
         )
+
+
+@contextmanager
+def memory_told(remedy: str) -> Iterator[None]:
+    """StepscopeError where torch or Python gets no memory; other errors pass."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # A GPU's allocator has an error of its own, the CPU's only these words.
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY in str(error):
+            raise StepscopeError(f"There was not enough memory for a step; {remedy}.") from error
+        raise
 
 
 def _device_memory(device: torch.device) -> int | None:

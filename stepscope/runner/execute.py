@@ -21,7 +21,7 @@ from stepscope.engine.policies import policy_for
 from stepscope.engine.prefix import prefix_cache
 from stepscope.engine.recorder import Recorder
 from stepscope.engine.scheduler import Limits, Scheduler
-from stepscope.models.tensors import check_free
+from stepscope.models.tensors import check_free, memory_told
 from stepscope.records import RunMeta
 from stepscope.roofline import Ceilings
 from stepscope.runner.describe import Setting, run_meta
@@ -36,6 +36,7 @@ from stepscope.runner.torch_runner import TorchRunner
 from stepscope.runner.twin import Twin, drift, measure_twin, twin_batches
 from stepscope.store import RunWriter
 
+LESS_MEMORY = "lower engine.token_budget, engine.max_seqs or engine.kv_tokens"
 # A drift of the dispatch floor beyond this is told: the host changed speed during the run.
 DRIFT_TOLD = 0.2
 
@@ -53,10 +54,11 @@ class _Ready:
 
 def execute(job: Job, watcher: Watcher) -> Path:
     """Run it and return the run directory. Raises UsageError before anything is written."""
-    ready = _prepare(job, watcher)
+    with memory_told(LESS_MEMORY):
+        ready = _prepare(job, watcher)
     meta = ready.meta
     directory = job.directory or job.root / meta.run_id
-    with RunWriter.create(directory, meta, job.force) as writer:
+    with RunWriter.create(directory, meta, job.force) as writer, memory_told(LESS_MEMORY):
         _serve(job, watcher, ready, writer)
         _note_drift(job, watcher, ready)
         writer.meta(meta)

@@ -10,9 +10,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from stepscope.runner.torch_runner import Batch, TorchRunner
 from stepscope.store import read_run
 from tests.cli.conftest import TINY, Result
 
@@ -251,3 +254,34 @@ def test_a_prompt_for_a_model_without_a_chat_template_fails_alone() -> None:
     first, second = Replay(specs, NoTemplate(), 10).poll(0)  # type: ignore[arg-type]
     assert "workload.chat=false" in (first.record.error or "")
     assert second.record.error is None and second.tokens == [1, 2, 3]
+
+
+@pytest.mark.parametrize("overlap", ["--overlap", "--no-overlap"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+    ids=["python", "cuda", "cpu"],
+)
+def test_a_step_without_memory_ends_in_a_sentence(
+    stepscope: Call, tiny: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, overlap: str
+) -> None:
+    sample = TorchRunner.sample
+
+    def greedy(self: TorchRunner, logits: torch.Tensor, batch: Batch) -> Any:
+        if len(batch.plan.decodes) >= 2:  # no warm-up has so many
+            raise error
+        return sample(self, logits, batch)
+
+    monkeypatch.setattr(TorchRunner, "sample", greedy)
+    burst = ("--set", "workload.arrivals=burst")
+    done = stepscope("run", tiny, "-o", "out", "--no-ceilings", overlap, *burst)
+    assert done.code == 1
+    assert done.err.endswith(
+        "stepscope: There was not enough memory for a step; lower engine.token_budget,"
+        " engine.max_seqs or engine.kv_tokens.\n"
+    )
+    assert stepscope("show", "out").code == 0, "what was recorded is kept"

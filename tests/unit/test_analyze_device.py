@@ -269,6 +269,15 @@ def test_the_frame_is_seen_from_the_device() -> None:
     assert all(frame.rows[i].wall_ns == 9 * MS for i in frame.working[3:])
 
 
+@pytest.mark.parametrize("overlap,shown", [(False, "0.620"), (True, "0")])
+def test_how_much_of_the_host_is_hidden_is_told(overlap: bool, shown: str) -> None:
+    """Without overlap all but launching, which goes on beside the device that has begun."""
+    run = served([Work()] * 40, overlap)
+    run.steps[0].warmup = run.steps[1].warmup = 1  # nothing was there to hide behind
+    (note,) = [note for note in analyze(run).notes if "device did them" in note]
+    assert note.endswith(f"meanwhile, {shown} of the 1.00 ms that the host works per step.")
+
+
 def flags(works: list[Work], overlap: bool = False) -> set[str]:
     return {name for name, _ in analyze(served(works, overlap)).flags}
 

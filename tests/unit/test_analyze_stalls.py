@@ -118,5 +118,5 @@ def test_long_gaps_are_attributed() -> None:
         prefills=[Prefill(10, 1400)], gc=[(40, 300 * MS)], preemptions=[Preemption(20, 30)]
     )
     (note,) = [n for n in analyze(run).notes if "token gap" in n]
-    assert note.startswith("9 token gaps exceed 4 x")
+    assert note.startswith("9 token gaps above 4 x")
     assert "8 contain a harmful stall, 1 follow a preemption, 0 are unexplained" in note

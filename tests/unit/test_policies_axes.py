@@ -295,3 +295,43 @@ def test_a_policy_that_answers_nonsense_ends_the_run_with_a_sentence(
     with pytest.raises(StepscopeError, match=says) as caught:
         run([ask(0, 4, 2)], policy)
     assert "policy.py:mine" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "choice,says",
+    [
+        ("evict=lambda view: view.nothing", "AttributeError"),
+        ("evict=lambda view: None", "TypeError"),
+        ("evict=lambda view: list(view.waiting)[:1]", "puts back 0, not running"),
+        ("evict=lambda view: list(view.running)[:1] * 2", "puts back a request twice"),
+        ("victim=lambda view, candidates: None", "AttributeError"),
+        ("victim=lambda view, candidates: view.waiting[0]", "takes the pages of 2, not running"),
+        ("remember=lambda memory, view: 1 // 0", "ZeroDivisionError"),
+        ("order=lambda view: view.waiting[9]", "IndexError"),
+        ("admission=replace(base.admission, hold=lambda view, request: {}[0])", "KeyError"),
+        ("assign=forever", "RecursionError"),
+    ],
+)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_choice_that_is_nonsense_ends_the_run_with_a_sentence(
+    tmp_path: Path, choice: str, says: str, overlap: bool
+) -> None:
+    code = (
+        "from dataclasses import replace\n"
+        "from stepscope.engine.policies import POLICIES\n"
+        "base = POLICIES['chunked']\n"
+        "def forever(view): return forever(view)\n"
+        f"mine = replace(base, {choice})\n"
+    )
+    policy = policy_of(own(tmp_path, code))
+    asked = [ask(i, 4, 20) for i in range(3)]
+    with pytest.raises(StepscopeError, match=says) as caught:
+        run(asked, policy, pages=3, page_size=4, limits=Limits(max_seqs=2), overlap=overlap)
+    assert "policy.py:mine" in str(caught.value)
+
+
+def test_a_policy_that_lets_nobody_in_is_named(tmp_path: Path) -> None:
+    """The cache is large enough, so it is not blamed."""
+    done = run([ask(0, 4, 2)], policy_of(own(tmp_path, "def mine(view): return []\n")))
+    error = done.records[0].error
+    assert error and error.endswith("policy.py:mine does not let it in though nothing runs")

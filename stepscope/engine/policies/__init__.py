@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +249,7 @@ def settings_of(policy: Policy) -> dict[str, int | float | str]:
     victims = {rule: name for name, rule in VICTIMS.items()}
     choices = {
         "admission": policy.admission.name,
-        "victim": victims.get(policy.victim, policy.victim.__name__),
+        "victim": victims.get(unwrap(policy.victim), policy.victim.__name__),
     }
     return {**choices, **{key: policy.value(key) for key in {**COMMON, **policy.knobs}}}
 

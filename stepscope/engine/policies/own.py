@@ -12,27 +12,32 @@ scenario's.
         return []
 
 is one; scenarios/longest_first.py is another, which changes the order of the queue.
-A function alone takes its order, admission and victim from `chunked`. Its grants are checked in
-every step: a wrong one ends the run with a sentence that names the policy.
+A function alone takes its order, admission and victim from `chunked`. What it answers is checked in
+every step: a wrong answer ends the run with a sentence that names the policy.
 """
 
 from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stepscope.engine.policies.view import Grant, Policy, View
+from stepscope.engine.policies.view import Grant, Policy, Seen, View
 from stepscope.errors import StepscopeError, UsageError
 from stepscope.text import listing
 
 # What code under construction raises; anything else is not the policy's doing.
-MISTAKES = (ArithmeticError, AttributeError, LookupError, NameError, TypeError, ValueError)
+MISTAKES = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError),
+    *(TypeError, ValueError),
+)
 
 
 def load_own(name: str, folder: Path, base: Policy) -> Policy:
@@ -41,10 +46,10 @@ def load_own(name: str, folder: Path, base: Policy) -> Policy:
     file = Path(path) if Path(path).exists() else folder / path
     found = getattr(_module(file), attribute, None)
     if isinstance(found, Policy):
-        return replace(found, name=name, assign=_checked(found.assign, name))
+        return _checked(found, name)
     if callable(found):
         about = " ".join((found.__doc__ or "").split())
-        return replace(base, name=name, about=about, assign=_checked(found, name))
+        return _checked(replace(base, about=about, assign=found), name)
     raise UsageError(
         f"{file} has no policy or function '{attribute}'; write PATH.py:NAME with a name it defines"
     )
@@ -63,23 +68,75 @@ def _module(file: Path) -> ModuleType:
     return module
 
 
-def _checked(assign: Callable[[View], list[Grant]], name: str) -> Callable[[View], list[Grant]]:
-    """assign, with its mistakes told in one sentence."""
+def _checked(policy: Policy, name: str) -> Policy:
+    """The same policy, with its mistakes told in one sentence."""
 
-    def checked(view: View) -> list[Grant]:
-        try:
-            grants = [Grant(*grant) for grant in assign(view)]
-            wrong = _wrong(view, grants)
-        except MISTAKES as error:
-            where = _line(error, Path(name.rpartition(":")[0]))
-            raise StepscopeError(
-                f"policy {name}{where}: {type(error).__name__}: {error}"
-            ) from error
-        if wrong:
-            raise StepscopeError(f"policy {name} {wrong}; see stepscope/engine/policies/own.py")
-        return grants
+    @wraps(policy.assign)
+    def assign(view: View) -> list[Grant]:
+        with _told(name):
+            grants = [Grant(*grant) for grant in policy.assign(view)]
+            _refuse(name, _wrong(view, grants))
+            return grants
 
-    return checked
+    @wraps(policy.evict)
+    def evict(view: View) -> Sequence[Seen]:
+        with _told(name):
+            unwanted = list(policy.evict(view))
+            _refuse(name, _not_among(view.running, unwanted, "puts back"))
+            return unwanted
+
+    @wraps(policy.victim)
+    def victim(view: View, candidates: Sequence[Seen]) -> Seen:
+        with _told(name):
+            chosen = policy.victim(view, candidates)
+            _refuse(name, _not_among(candidates, [chosen], "takes the pages of"))
+            return chosen
+
+    @wraps(policy.remember)
+    def remember(memory: Any, view: View) -> Any:
+        with _told(name):
+            return policy.remember(memory, view)
+
+    @wraps(policy.admission.hold)
+    def hold(view: View, request: Seen) -> int:
+        with _told(name):
+            return policy.admission.hold(view, request)
+
+    admission = replace(policy.admission, hold=hold)
+    return replace(
+        policy,
+        name=name,
+        assign=assign,
+        admission=admission,
+        evict=evict,
+        victim=victim,
+        remember=remember,
+    )
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    try:
+        yield
+    except MISTAKES as error:
+        where = _line(error, Path(name.rpartition(":")[0]))
+        raise StepscopeError(f"policy {name}{where}: {type(error).__name__}: {error}") from error
+
+
+def _refuse(name: str, wrong: str) -> None:
+    if wrong:
+        raise StepscopeError(f"policy {name} {wrong}; see stepscope/engine/policies/own.py")
+
+
+def _not_among(known: Iterable[Seen], chosen: Sequence[Seen], does: str) -> str:
+    """What is wrong with a choice of requests that run and may go back, or nothing."""
+    running = {request.id for request in known}
+    ids = [request.id for request in chosen]
+    if strangers := sorted(set(ids) - running):
+        return f"{does} {listing(list(map(str, strangers)))}, not running or about to end"
+    if len(set(ids)) < len(ids):
+        return f"{does} a request twice in one step"
+    return ""
 
 
 def _wrong(view: View, grants: list[Grant]) -> str:
