@@ -38,15 +38,8 @@ PARITY_S, KERNEL_TESTS_S = 90.0, 90.0
 CLOSING_S = 20.0  # from the last line that a part prints to its end
 MOST_STARTS = 4  # of the process that makes the rows
 ROWS = ("-m", "tests.gpu_rows")
-KERNEL_CASES = (
-    "-m",
-    "pytest",
-    "-q",
-    "--tb=short",
-    "-p",
-    "no:cacheprovider",
-    "tests/engine/paged_cases.py",
-)
+PYTEST = ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider")
+KERNEL_CASES = (*PYTEST, "tests/engine/paged_cases.py", "tests/engine/fp8_cases.py")
 
 
 def check(plan: Plan, out: Path) -> int:
@@ -156,7 +149,7 @@ def _rows(plan: Plan, runs: Path) -> Iterator[Row]:
     for _ in range(MOST_STARTS):
         file.write_bytes(pickle.dumps((plan, done)))
         part = _Outside((*ROWS, str(file), str(runs)))
-        begun, seen = None, [""]
+        begun, seen = None, list[str]()
         for line in part.lines(plan.ends_at + GRACE_S):
             if not line.startswith("{"):
                 seen.append(line)
@@ -170,7 +163,7 @@ def _rows(plan: Plan, runs: Path) -> Iterator[Row]:
             return
         if begun is not None:
             done.append(key(begun))
-            yield {**begun, "error": f"ended with {part.code}: {seen[-1][-200:]}"}
+            yield {**begun, "error": f"ended with {part.code}: {' '.join(seen[-3:])[-300:]}"}
 
 
 # ---------------------------------------------------------------- what is written

@@ -170,6 +170,11 @@ def test_a_part_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[1]["differs"].startswith("ended with -9")
 
 
+def test_the_kernel_s_cases_are_where_they_are_looked_for() -> None:
+    files = [name for name in gpu_check.KERNEL_CASES if name.endswith(".py")]
+    assert len(files) == 2 and all((gpu_check.ROOT / name).is_file() for name in files)
+
+
 def test_a_wrong_id_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from stepscope.runner.torch_runner import TorchRunner
 
