@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ PARITY_S, KERNEL_TESTS_S = 90.0, 90.0
 CLOSING_S = 20.0  # from the last line that a part prints to its end
 MOST_STARTS = 4  # of the process that makes the rows
 ROWS = ("-m", "tests.gpu_rows")
-PYTEST = ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider")
+# Compiling is what takes long, so where pytest can do several cases at once, it does.
+AT_ONCE = ("-n", "6") if find_spec("xdist") else ()
+PYTEST = ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *AT_ONCE)
 KERNEL_CASES = (*PYTEST, "tests/engine/paged_cases.py", "tests/engine/fp8_cases.py")
 
 
