@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import pickle
 import signal
@@ -34,6 +35,7 @@ from tests.gpu_rows import Key, Plan, Row, key
 BEGAN = time.monotonic()  # loading torch for the first time is part of the call
 ROOT = Path(__file__).parent.parent
 BUDGET_S = 300.0  # after which no row is begun; reports follow
+ROW_S = 60.0  # one that takes longer hangs
 GRACE_S = 15.0  # for the row that was begun last
 PARITY_S, KERNEL_TESTS_S = 90.0, 90.0
 CLOSING_S = 20.0  # from the last line that a part prints to its end
@@ -103,18 +105,22 @@ class _Outside:
             start_new_session=True,
         )
 
-    def lines(self, ends_at: float) -> Iterator[str]:
-        """What it prints, until it ends or, at that time, is ended."""
-        watch = threading.Timer(max(ends_at - time.monotonic(), 0), self._end)
-        watch.start()
+    def lines(self, ends_at: float, patience: float = math.inf) -> Iterator[str]:
+        """What it prints. It is ended at that time, or when so many seconds brought no line."""
         assert self._process.stdout is not None
         try:
-            for line in self._process.stdout:
+            while True:
+                left = min(ends_at - time.monotonic(), patience)
+                watch = threading.Timer(max(left, 0), self._end)
+                watch.start()
+                line = self._process.stdout.readline()
+                watch.cancel()
+                if not line:
+                    break
                 yield line.rstrip("\n")
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=CLOSING_S)
         finally:
-            watch.cancel()
             self._end()
 
     def _end(self) -> None:
@@ -153,7 +159,7 @@ def _rows(plan: Plan, runs: Path) -> Iterator[Row]:
         file.write_bytes(pickle.dumps((plan, done)))
         part = _Outside((*ROWS, str(file), str(runs)))
         begun, seen = None, list[str]()
-        for line in part.lines(plan.ends_at + GRACE_S):
+        for line in part.lines(plan.ends_at + GRACE_S, ROW_S):
             if not line.startswith("{"):
                 seen.append(line)
                 continue

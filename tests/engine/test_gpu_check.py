@@ -137,7 +137,7 @@ def test_launches_of_each_way_to_launch(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 BREAKING = """
-import json, pickle, sys
+import json, pickle, sys, time
 plan, done = pickle.loads(open(sys.argv[1], "rb").read())
 for batch in (1, 2, 3):
     row = {"model": "m", "dtype": "d", "batch": batch, "mode": "x"}
@@ -145,21 +145,25 @@ for batch in (1, 2, 3):
         continue
     print(json.dumps({"begun": row}), flush=True)
     if batch == 2:
-        sys.exit("an illegal address")
+        HOW
     print(json.dumps({**row, "step_ms": 1.0}), flush=True)
 """
 
 
+@pytest.mark.parametrize(
+    "how,told",
+    [
+        ("sys.exit('an illegal address')", "ended with 1: an illegal address"),
+        ("time.sleep(600)", "ended with -9: "),
+    ],
+)
 def test_a_row_that_takes_the_process_with_it_is_one_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_check, "ROWS", ("-c", BREAKING))
+    monkeypatch.setattr(gpu_check, "ROWS", ("-c", BREAKING.replace("HOW", how)))
+    monkeypatch.setattr(gpu_check, "ROW_S", 2.0)
     rows = list(gpu_check._rows(TINY, tmp_path))
-    assert [(row["batch"], row.get("error")) for row in rows] == [
-        (1, None),
-        (2, "ended with 1: an illegal address"),
-        (3, None),
-    ]
+    assert [(row["batch"], row.get("error")) for row in rows] == [(1, None), (2, told), (3, None)]
 
 
 def test_a_part_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
