@@ -100,7 +100,7 @@ class EngineSection:
     threads: int | None = _count(None, high=4096)
     products: str = _knob("auto", _text, choices=("auto", "plain", "onednn"))
     overlap: bool = _knob(False, _flag)
-    graphs: str = _knob("eager", _text, choices=("eager", "cuda"))
+    graphs: str = _knob("eager", _text, choices=("eager", "compile", "cuda"))
     graph_buckets: tuple[int, ...] | None = _knob(None, _sizes, 1, 65_536)
     attention: str = _knob("auto", _text, choices=("auto", "gather", "paged"))
     warmup_steps: int = _count(0, low=0, high=1_000_000)

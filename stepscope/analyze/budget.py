@@ -174,11 +174,12 @@ def charge_noise(split: Split, row: StepRecord, baseline_ns: float | None) -> Sp
     """
     if baseline_ns is None:
         return split
-    unexplained = split.get("inefficient", 0)
+    rest = "forward" if row.graph == "compile" else "inefficient"
+    unexplained = split.get(rest, 0)
     noise = min(unexplained, max(0, round(row.wall_ns - baseline_ns)))
     if not noise:
         return split
-    return {**split, "inefficient": unexplained - noise, "noise": noise}
+    return {**split, rest: unexplained - noise, "noise": noise}
 
 
 def phase_totals(frame: Frame) -> dict[str, int]:

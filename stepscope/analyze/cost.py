@@ -84,7 +84,8 @@ class CostModel:
             context,
             (weights + kv) / rate * 1e9 if rate else None,
             flops / self.gemm_flops * 1e9 if self.gemm_flops else None,
-            self.twin_ns(decodes + prefills, context),
+            # What was compiled is not the twin's sequence of operations.
+            None if row.graph == "compile" else self.twin_ns(decodes + prefills, context),
         )
 
     def _attention(self, row: StepRecord, prefills: int) -> tuple[int, int]:

@@ -18,6 +18,11 @@ from stepscope.records import HOST_PHASES, PHASES, StepRecord
 
 # Exposed while launching: no work of the host itself, yet the device waits for it.
 LAUNCHING = "other"
+# Where the next draws need the ids, the last step is landed before the next one is launched.
+LANDED_FIRST = (
+    *("recv", "d2h_wait", "commit", "detok", "emit"),
+    *("schedule", "prepare", "gather", "forward", "sample", "other"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +70,25 @@ def _doing(rows: list[StepRecord]) -> _Doing:
     begins: list[int] = []
     ends: list[int] = []
     names: list[str] = []
+    at = 0
     for row in rows:
-        at = row.begin_ns
-        for name in PHASES:
-            ns = row.phase_ns(name)
-            if ns:
+        at = max(at, row.begin_ns)
+        for name in _order(row):
+            end = min(at + (row.phase_ns(name) or 0), row.end_ns)
+            if end > at:
                 begins.append(at)
-                at += ns
-                ends.append(at)
+                ends.append(end)
                 names.append(name)
+                at = end
     return _Doing(begins, ends, names)
+
+
+def _order(row: StepRecord) -> tuple[str, ...]:
+    """In which the phases of this iteration came. Nothing but `other` follows the tokens of a step
+    unless one was launched after them."""
+    if row.emitted_ns is None or row.end_ns - row.emitted_ns <= (row.other_ns or 0):
+        return PHASES
+    return LANDED_FIRST
 
 
 def _without_device(row: StepRecord, begin: int, end: int) -> StepRecord:
@@ -131,7 +145,7 @@ def _device_spans(row: StepRecord, span: int) -> dict[str, int]:
     for name in ("gather", "sample", "forward"):
         ns: int | None = getattr(row, f"dev_{name}_ns")
         if ns is not None:
-            spans[name] = min(ns, left)
+            spans[name] = max(0, min(ns, left))
             left -= spans[name]
     if "forward" not in spans:  # not told apart: all of it is the model's
         spans["forward"], left = left, 0

@@ -32,6 +32,11 @@ def is_decode_only(row: StepRecord) -> bool:
     return row.kind == "decode" and not prefill_tokens(row)
 
 
+def is_compiled(frame: Frame) -> bool:
+    """Whether decode-only steps ran as compiled programs, which have no twin."""
+    return any(frame.rows[i].graph == "compile" for i in frame.decode_only)
+
+
 def is_working(row: StepRecord) -> bool:
     return row.kind != "idle" and not row.warmup and not row.sampled
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepscope.analyze.budget import Budget
-from stepscope.analyze.frame import Frame, prefill_tokens
+from stepscope.analyze.frame import Frame, is_compiled, prefill_tokens
 from stepscope.analyze.latency import succeeded
 from stepscope.analyze.model import BatchPoint, Card, GatherPoint, Throughput, WhatIf
 from stepscope.spec import matrix_bytes
@@ -147,7 +147,7 @@ def card(frame: Frame) -> Card:
         bound,
         1e9 / bound if bound else None,
         model.gemm_flops,
-        model.twin_ns(1, round(median(contexts) or 0)),
+        None if is_compiled(frame) else model.twin_ns(1, round(median(contexts) or 0)),
         gemv_rate(frame),
         critical,
     )

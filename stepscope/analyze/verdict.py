@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from stepscope.analyze.advice import CHUNK_FALSIFY, KV_ADVICE, chunk_advice, is_chunked
 from stepscope.analyze.budget import TERMS, Budget, Split, ranking
-from stepscope.analyze.frame import Frame, idle_with_pending
+from stepscope.analyze.frame import Frame, idle_with_pending, is_compiled
 from stepscope.analyze.model import Evidence, Stall, Verdict
 from stepscope.analyze.rules import RULES
 from stepscope.analyze.tail import Delay, Tail, verdict_of_delay
@@ -221,6 +221,11 @@ def missing_inputs(frame: Frame) -> list[str]:
         missing.append("no read bandwidth was measured")
     if not frame.ceilings.twin:
         missing.append("no twin was measured, so dispatch and inefficiency look alike")
+    elif is_compiled(frame):
+        missing.append(
+            "compiled steps have no twin, as other kernels would be generated for it, so dispatch "
+            "and inefficiency look alike"
+        )
     return missing
 
 

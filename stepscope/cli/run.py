@@ -71,7 +71,7 @@ def run(
         int | None, typer.Option(envvar="STEPSCOPE_THREADS", min=1, help="CPU threads.")
     ] = None,
     graphs: Annotated[
-        str | None, typer.Option(help="How decode steps are launched: eager or cuda.")
+        str | None, typer.Option(help="How decode steps are launched: eager, compile or cuda.")
     ] = None,
     overlap: Annotated[
         bool | None, typer.Option(help="Schedule a step while the last one is computed.")

@@ -191,7 +191,7 @@ class Engine:
         return Output(request, token, piece, finished, request.logprobs)
 
     def _until_stop(self, request: Request, watch: StopText, piece: str) -> str:
-        shown = watch.push(piece, request.output_tokens > request.sampling.min_tokens)
+        shown = watch.push(piece, request.record.output_tokens > request.sampling.min_tokens)
         if watch.met:
             self.text.flush(request.id)
             self.scheduler.stop(request)

@@ -8,19 +8,22 @@ where it is absent. T = tokens of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
 from stepscope.engine.plan import Lap
+from stepscope.errors import UsageError
 from stepscope.models.backends import Attention, StepBatch
 from stepscope.models.experts import ACTIVATIONS, GatedMlp, Reads, RoutedExperts
 from stepscope.models.linear import Linear
 from stepscope.models.rope import rope_tables
 from stepscope.records import FORWARD
 from stepscope.spec import ModelSpec
+
+VECTORS = ("attn_norm", "qkv_bias", "post_attn_norm", "mlp_norm", "post_mlp_norm")
 
 
 @dataclass(slots=True)
@@ -72,13 +75,23 @@ class Decoder:
         lap: Lap,
     ) -> torch.Tensor:
         """Logits (B, vocab) of the sampled rows, for tokens and positions (T,)."""
+        return self.from_embeddings(self.embedded(tokens), positions, batch, attention, lap)
+
+    def from_embeddings(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        batch: StepBatch,
+        attention: Attention,
+        lap: Lap,
+    ) -> torch.Tensor:
+        """The same, for what `embedded` made of the tokens (T, hidden)."""
         spec = self.spec
         size, eps = (spec.hidden,), spec.norm_eps
         full = local = self._angles(self.full_rope, positions)
         if self.local_rope is not self.full_rope:
             local = self._angles(self.local_rope, positions)
         self.expert_reads.count = None
-        x = self._embedded(tokens)
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(F.rms_norm(x, size, layer.attn_norm, eps))
             if layer.qkv_bias is not None:
@@ -96,9 +109,22 @@ class Decoder:
         lap(FORWARD)
         return logits
 
-    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed.index_select(0, tokens)
         return x if self._embed_scale is None else x * self._embed_scale
+
+    def plain_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Canonical names and tensors in the plain layout, one by one; those laid out are copied.
+
+        Raises UsageError for experts and for quantized weights.
+        """
+        yield "embed", self.embed
+        yield "final_norm", self.final_norm
+        if not self.spec.tied:
+            yield "head", self.head.plain()
+        for index, layer in enumerate(self.layers):
+            for name, tensor in _plain_layer(self.spec, layer):
+                yield f"layers.{index}.{name}", tensor
 
     def _angles(
         self, tables: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor
@@ -164,6 +190,20 @@ def _take_layer(
         mlp=experts() if spec.experts else mlp(),
         post_mlp_norm=weights.pop(f"{layer}post_mlp_norm", None),
     )
+
+
+def _plain_layer(spec: ModelSpec, layer: Layer) -> Iterator[tuple[str, torch.Tensor]]:
+    """The reverse of _take_layer."""
+    if not isinstance(layer.mlp, GatedMlp):
+        raise UsageError(f"{spec.name} has routed experts, which are not held as plain weights.")
+    yield "qkv", layer.qkv.plain()
+    yield "o", layer.o.plain()
+    yield "gate_up", layer.mlp.gate_up.plain()
+    yield "down", layer.mlp.down.plain()
+    vectors = {name: getattr(layer, name) for name in VECTORS}
+    if layer.qk_norm is not None:
+        vectors |= {"q_norm": layer.qk_norm[0], "k_norm": layer.qk_norm[spec.heads]}
+    yield from ((name, tensor) for name, tensor in vectors.items() if tensor is not None)
 
 
 def _per_head(spec: ModelSpec, q_norm: torch.Tensor, k_norm: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,9 @@ SMALL_FILES = (
     *(CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *(TEMPLATE_FILE, INDEX),
 )
+# No `..` anywhere in it: neither a repository nor git knows such a name.
 HUB_ID = re.compile(
+    r"(?!.*\.\.)"
     r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:/(?P<file>[^@]+\.gguf))?(?:@(?P<revision>[\w./-]+))?",
     re.ASCII,
 )

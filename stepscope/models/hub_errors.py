@@ -79,6 +79,11 @@ def explained(wanted: HubId) -> Iterator[None]:
         raise _refused(wanted, error.response.status_code) from None
     except unanswered as error:
         raise _broken(wanted, error) from None
+    except UnicodeDecodeError:  # of a file that names a commit: a disk was full, or worse
+        raise StepscopeError(
+            f"What the cache {hub_cache()} knows of {repo} is damaged; delete its folder"
+            f" models--{repo.replace('/', '--')} there and run it again."
+        ) from None
     except (errors.EntryNotFoundError, RuntimeError) as error:
         raise _broken(wanted, error) from None
 

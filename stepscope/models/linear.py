@@ -67,6 +67,12 @@ class Linear:
             return y
         return F.linear(x, self._weight)
 
+    def plain(self) -> torch.Tensor:
+        """The weight (out, in) in the plain layout: itself, or a copy. UsageError if quantized."""
+        if self._quantized is not None:
+            raise UsageError(f"{self._quantized.form} weights have no plain layout.")
+        return self._weight.to_dense() if self._weight.is_mkldnn else self._weight
+
 
 def _require_half_products() -> None:
     if not torch.ops.mkldnn._is_mkldnn_fp16_supported():

@@ -218,7 +218,8 @@ def _twin(job: Job) -> Twin:
         engine.page_size,
         engine.attention,
         job.decoder.embed.device,
-        graph_attacher(engine.graphs),
+        # What was compiled has no twin: at minimal widths other kernels would be generated.
+        None if engine.graphs == "compile" else graph_attacher(engine.graphs),
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from stepscope.device import cuda
-from stepscope.engine.plan import StepPlan
+from stepscope.engine.plan import Lap, StepPlan
 from stepscope.errors import UsageError
 from stepscope.models.backends import Attention
 from stepscope.models.decoder import Decoder
@@ -52,6 +52,7 @@ class CudaGraphs:
     """Raises UsageError where a step cannot be a graph."""
 
     kind = "cuda"
+    pads = True
 
     def __init__(
         self,
@@ -83,7 +84,9 @@ class CudaGraphs:
         return bucket_of(self.buckets, n)
 
     @torch.inference_mode()
-    def run(self, tokens: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
+    def run(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: Any, lap: Lap
+    ) -> torch.Tensor:
         """Logits of a padded step (bucket, vocab); they stay valid until the next one."""
         captured = self._captured[tokens.shape[0]]
         for held, new in zip(captured.inputs, _tensors(tokens, positions, attention), strict=True):

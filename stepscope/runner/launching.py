@@ -10,6 +10,8 @@ from stepscope.engine.plan import StepPlan
 from stepscope.engine.scheduler import Limits
 from stepscope.errors import UsageError
 from stepscope.models.backends import choose_attention
+from stepscope.runner.compiled import FEW_ROWS, CompiledDecode
+from stepscope.runner.gpu_compiled import CompiledOnGpu
 from stepscope.runner.graphs import NOT_PAGED, CudaGraphs, default_buckets
 from stepscope.runner.probe import decode_plan, steps
 from stepscope.runner.torch_runner import TorchRunner
@@ -35,13 +37,24 @@ def attach_graphs(
 ) -> None:
     """Give the runner the graphs that the scenario asks for. Raises UsageError if it cannot."""
     attach = graph_attacher(engine.graphs, told)
-    if attach is not None:
-        attach(runner, engine.graph_buckets or default_buckets(max_seqs))
+    if attach is None:
+        return
+    on_cpu = engine.graphs == "compile" and runner.device.type == "cpu"
+    usual = (min(max_seqs, FEW_ROWS),) if on_cpu else default_buckets(max_seqs)
+    attach(runner, engine.graph_buckets or usual)
 
 
 def graph_attacher(graphs: str, told: Callable[[str], None] = lambda text: None) -> Attach | None:
     """How a runner gets graphs of this kind; None for eager."""
-    return {"eager": None, "cuda": _cuda_graphs(told)}[graphs]
+    return {"eager": None, "compile": _compiled(told), "cuda": _cuda_graphs(told)}[graphs]
+
+
+def _compiled(told: Callable[[str], None]) -> Attach:
+    def attach(runner: TorchRunner, buckets: Sequence[int]) -> None:
+        form = CompiledOnGpu if runner.device.type == "cuda" else CompiledDecode
+        runner.graphs = form(runner.decoder, runner.attention, buckets, told)
+
+    return attach
 
 
 def _cuda_graphs(told: Callable[[str], None]) -> Attach:

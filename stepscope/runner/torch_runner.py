@@ -48,11 +48,17 @@ class DecodeGraphs(Protocol):
     def buckets(self) -> Sequence[int]:
         """Ascending."""
 
+    @property
+    def pads(self) -> bool:
+        """Whether attention has to look as if a whole bucket decoded."""
+
     def bucket(self, n: int) -> int | None:
         """The size that a step of n decodes is padded to; None = too many."""
 
-    def run(self, tokens: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
-        """Logits (bucket, vocab), valid until the next step."""
+    def run(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: Any, lap: Lap
+    ) -> torch.Tensor:
+        """Logits (bucket, vocab), valid until the next step. May lap GATHER, never the end."""
 
 
 class TorchRunner:
@@ -107,7 +113,8 @@ class TorchRunner:
         spec, device = self.decoder.spec, self.device
         edits = plan_edits([s.request for s in sampled], spec.vocab, spec.eos_ids, device)
         draw = plan_draw(settings, [s.context for s in sampled], spec.vocab, device, edits)
-        attention = self.attention.build(plan, split, pad_to)
+        fixed = pad_to if self.graphs is not None and self.graphs.pads else None
+        attention = self.attention.build(plan, split, fixed)
         spans = self._tell(plan, attention, pad_to, draw is None)
         lists = [tokens + padding, positions + padding, *(pending if pending[0] else ())]
         ids, at, *late = upload([np.array(values, dtype=np.int64) for values in lists], device)
@@ -180,7 +187,7 @@ class TorchRunner:
             batch.tokens.index_copy_(0, rows, self._ids.index_select(0, places).clamp_min_(0))
         inputs = batch.tokens, batch.positions, batch.attention
         if batch.padded and self.graphs is not None:
-            logits = self.graphs.run(*inputs)
+            logits = self.graphs.run(*inputs, lap)
             lap(FORWARD)
         else:
             logits = self.decoder.forward(*inputs, self.attention, lap)

@@ -163,6 +163,60 @@ def test_nothing_is_lost_whatever_the_times(seed: int, overlap: bool) -> None:
     assert seen[-1].end_ns >= (rows[-1].dev_end_ns or 0)
 
 
+def test_a_step_that_waited_for_the_tokens_of_the_last_is_charged_to_its_own_phases() -> None:
+    """With penalties the loop lands first: what the device waits for came after the tokens."""
+    spent = {"d2h_wait": 9 * MS, "detok": 1 * MS, "schedule": 2 * MS, "prepare": 3 * MS}
+    first = StepRecord(0, "decode", 0, 0, dev_begin_ns=0, dev_end_ns=9 * MS)
+    row = StepRecord(1, "decode", 0, 15 * MS, dev_begin_ns=15 * MS, dev_end_ns=20 * MS)
+    for name, ns in spent.items():
+        setattr(row, f"{name}_ns", ns)
+    row.result_step, row.emitted_ns = 0, 10 * MS
+    seen = seen_from_device([first, row])[1]
+    assert (seen.detok_ns, seen.schedule_ns, seen.prepare_ns) == (1 * MS, 2 * MS, 3 * MS)
+    assert seen.d2h_wait_ns == 0 and seen.wall_ns == 11 * MS
+
+
+def damage(rows: list[StepRecord], random: Random) -> None:
+    """What no engine writes and a file may still say."""
+    for row in rows:
+        begin, end = row.dev_begin_ns or 0, row.dev_end_ns or 0
+        changes: list[dict[str, int | str | None]] = [
+            {"dev_begin_ns": None},
+            {"dev_begin_ns": None, "dev_end_ns": None},
+            {"dev_begin_ns": end, "dev_end_ns": begin},
+            {"dev_end_ns": begin},
+            {"dev_begin_ns": begin - 40_000},
+            {"dev_end_ns": end + 40_000},
+            {"dev_forward_ns": random.choice([None, 0, -7, 10**9]), "dev_gather_ns": 5},
+            {"kind": random.choice(["idle", "prefill", "mixed"])},
+            {"result_step": random.choice([None, 0, 10**6]), "emitted_ns": None},
+            {"schedule_ns": random.choice([None, -5, 10**9])},
+            {"end_ns": row.begin_ns},
+            {"begin_ns": row.begin_ns + 20_000},
+            *[{}] * 12,
+        ]
+        for name, value in random.choice(changes).items():
+            setattr(row, name, value)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 100_000), st.booleans())
+def test_damaged_rows_still_sum(seed: int, overlap: bool) -> None:
+    random = Random(seed)
+    rows = simulate([Work()] * random.randrange(1, 20), overlap)
+    damage(rows, random)
+    rows.sort(key=lambda row: row.begin_ns)
+    seen = seen_from_device(rows)
+    assert all(a.end_ns == b.begin_ns for a, b in pairwise(seen))
+    for row in seen:
+        spent = [row.phase_ns(name) for name in PHASES]
+        assert row.wall_ns >= 0 and all(ns is None or ns >= 0 for ns in spent)
+        assert set(spent) == {None} or sum(ns or 0 for ns in spent) == row.wall_ns
+    run = make_run(len(rows))
+    run.steps = rows
+    analyze(run)
+
+
 # ------------------------------------------------------------------ verdicts
 
 

@@ -86,6 +86,7 @@ def files_asked(hub: Hub) -> set[str]:
         ("hf:org/name.gguf", HubId("org/name.gguf")),
         *((path, None) for path in ("models/a.gguf", "./org/name", "/org/name", "../a/b", "~/a/b")),
         *((path, None) for path in ("smollm2-135m", "dummy:llama", "a/b/c", "org/", "org/name@")),
+        *((path, None) for path in ("org/name/../../a.gguf", "hf:org/name@../../x", "org/na..me")),
     ],
 )
 def test_what_is_an_id(name: str, expected: HubId | None) -> None:
@@ -362,3 +363,14 @@ def stepscope(hub: Hub, folder: Path, *arguments: object) -> subprocess.Complete
     env["PYTHONPATH"] = str(Path(hub_module.__file__).parents[2])  # not what is installed
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=env, cwd=folder, check=False)
+
+
+def test_a_damaged_cache_is_told_in_a_sentence(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = tmp_path / "cache" / f"models--{ID.replace('/', '--')}" / "refs" / "main"
+    reference.parent.mkdir(parents=True)
+    reference.write_bytes(b"\xff\xfe")
+    unplug(monkeypatch)
+    with pytest.raises(StepscopeError, match="damaged; delete its folder models--org--tiny"):
+        load_model(ID, "fp32")
