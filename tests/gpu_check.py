@@ -1,109 +1,78 @@
 """`make gpu-check`: what has to be seen on a real GPU, in one call of less than six minutes.
 
-Parity of a tiny checkpoint with ids that were computed on a CPU; then decode steps of real shapes
-with random weights, eager against graphs against overlap, each a run with its records. Tables and
-reports go to $OUT, or to reports/gpu. It needs nothing outside the repository but torch, triton and
-the packages that reports are drawn with. Without a GPU it says so and exits with 4.
+Parity of a tiny checkpoint with ids that were computed on a CPU, and the kernel's own cases; then
+decode steps of real shapes with random weights, eager against graphs against overlap, each a run
+with its records (`gpu_rows`). Tables and reports go to $OUT, or to reports/gpu; the tables are
+written again after every row. It needs nothing outside the repository but torch, triton and the
+packages that reports are drawn with. Without a GPU it says so and exits with 4.
+
+Each part is a process of its own: what breaks a device breaks it for one of them alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import pickle
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tests.gpu_rows import Key, Plan, Row, key
+
+BEGAN = time.monotonic()  # loading torch for the first time is part of the call
 ROOT = Path(__file__).parent.parent
-BUDGET_S = 330.0
-KERNEL_TEST_S = 100.0
-SCENARIO = """
-name = "gpu-check"
-description = "{batch} equal requests at once: a prefill, then decode steps of one batch size."
-[engine]
-policy = "prefill-first"
-token_budget = 16384
-max_seqs = {batch}
-kv_tokens = {kv_tokens}
-attention = "{attention}"
-graphs = "{graphs}"
-graph_buckets = [{batch}]
-overlap = {overlap}
-[sampling]
-max_tokens = {output}
-ignore_eos = true
-[workload]
-requests = {batch}
-prompt_tokens = {prompt}
-arrivals = "burst"
-"""
-
-
-@dataclass(frozen=True)
-class Mode:
-    name: str
-    attention: str = "paged"
-    graphs: str = "eager"
-    overlap: bool = False
-
-
-MODES = (
-    Mode("eager, gather", "gather"),
-    Mode("eager"),
-    Mode("eager, overlap", overlap=True),
-    Mode("graphs", graphs="cuda"),
-    Mode("graphs, overlap", graphs="cuda", overlap=True),
-)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is run. The defaults are for a large GPU; tests make it tiny."""
-
-    device: str = "cuda"
-    shapes: tuple[tuple[str, str], ...] = (
-        ("dummy:SmolLM2-135M", "bf16"),
-        ("dummy:Llama-3.1-8B", "bf16"),
-        ("dummy:Llama-3.1-8B", "fp8"),
-    )
-    batches: tuple[int, ...] = (1, 8, 32, 128)
-    modes: tuple[Mode, ...] = MODES
-    prompt: int = 512
-    output: int = 48
-    budget_s: float = BUDGET_S
-    kernel_tests: bool = True
-    overrides: tuple[tuple[str, int], ...] = ()
-    reported: tuple[str, int, tuple[str, ...]] = ("dummy:Llama-3.1-8B", 1, ("eager", "graphs"))
+BUDGET_S = 300.0  # after which no row is begun; reports follow
+ROW_S = 60.0  # one that takes longer hangs
+GRACE_S = 15.0  # for the row that was begun last
+PARITY_S, KERNEL_TESTS_S = 90.0, 90.0
+CLOSING_S = 20.0  # from the last line that a part prints to its end
+MOST_STARTS = 4  # of the process that makes the rows
+ROWS = ("-m", "tests.gpu_rows")
+# Compiling is what takes long, so where pytest can do several cases at once, it does.
+AT_ONCE = ("-n", "6") if find_spec("xdist") else ()
+PYTEST = ("-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *AT_ONCE)
+KERNEL_CASES = (*PYTEST, "tests/engine/paged_cases.py", "tests/engine/fp8_cases.py")
 
 
 def check(plan: Plan, out: Path) -> int:
     """The exit code: 0, or 1 if something differs or failed."""
-    from tests.gpu_parity import parity
-
-    begin = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
+    kernel = _Outside(KERNEL_CASES, TRITON_INTERPRET="0") if plan.kernel_tests else None
+    parity = _Outside(("-m", "tests.gpu_parity", plan.device))
     found: dict[str, Any] = {"environment": environment(plan.device)}
-    found["parity"] = parity(plan.device)
-    _say(f"parity: {len(found['parity'])} ways, {_failures(found)} differ")
-    if plan.kernel_tests:
-        found["kernel_tests"] = _kernel_tests()
-        _say(f"kernel: {found['kernel_tests']['last_line']}")
+    found["parity"] = _parity(parity)
+    _say(f"parity: {len(found['parity'])} ways, {_failures(found)} differ, {_elapsed()} s")
+    if kernel is not None:
+        found["kernel_tests"] = _kernel_tests(kernel)
+        _say(f"kernel: {found['kernel_tests']['last_line']}, {_elapsed()} s")
+    found["steps"] = []
     _save(out, found)
     with tempfile.TemporaryDirectory() as runs:
-        found["steps"] = []
-        for row in _measured(plan, Path(runs), begin):
+        for row in _rows(plan, Path(runs)):
             found["steps"].append(row)
+            found["seconds"] = _elapsed()
+            _save(out, found)
             _say(_line(row))
-        found["seconds"] = round(time.monotonic() - begin, 1)
+        try:
+            _reports(plan, Path(runs), out)
+        except Exception as error:  # the tables say more than a page
+            found["reports"] = f"{type(error).__name__}: {error}"
+            _say(f"reports: {found['reports']}")
+        found["seconds"] = _elapsed()
         _save(out, found)
-        _reports(plan, Path(runs), out)
     return int(_failures(found) > 0)
 
 
@@ -115,136 +84,95 @@ def environment(device: str) -> dict[str, Any]:
     return {**found, **describe_gpu()} if device == "cuda" else found
 
 
-def _kernel_tests() -> dict[str, Any]:
-    """The kernel's own cases, compiled for this GPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "tests/engine/test_paged.py"]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=KERNEL_TEST_S
+def _elapsed() -> float:
+    return round(time.monotonic() - BEGAN, 1)
+
+
+# ---------------------------------------------------------------- the parts
+
+
+class _Outside:
+    """A part of the check in a process of its own; whatever it started ends with it."""
+
+    def __init__(self, arguments: Sequence[str], **environment: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return {"code": None, "last_line": f"took more than {KERNEL_TEST_S:g} s"}
-    lines = done.stdout.strip().splitlines() or [done.stderr.strip()[-200:]]
-    return {"code": done.returncode, "last_line": lines[-1], "tail": lines[-40:]}
 
-
-def _measured(plan: Plan, runs: Path, begin: float) -> Any:
-    """A row per shape, batch and mode. What is out of time or breaks is a row that says so."""
-    import torch
-
-    from stepscope.device.kept_ceilings import load_or_measure
-    from stepscope.models.load import load_model
-    from stepscope.runner.job import build_decoder
-
-    for name, dtype in plan.shapes:
-        cases = [(batch, mode) for batch in plan.batches for mode in plan.modes]
+    def lines(self, ends_at: float, patience: float = math.inf) -> Iterator[str]:
+        """What it prints. It is ended at that time, or when so many seconds brought no line."""
+        assert self._process.stdout is not None
         try:
-            model = load_model(name, dtype, overrides=dict(plan.overrides), device=plan.device)
-            ceilings = load_or_measure(model.spec, torch.get_num_threads(), device=plan.device)
-            decoder = build_decoder(model, "plain")
-        except Exception as error:  # the other shapes are still measured
-            yield {"model": name, "dtype": dtype, "error": _short(error)}
-            continue
-        yield _card(name, dtype, ceilings)
-        for batch, mode in cases:
-            row = {"model": name, "dtype": dtype, "batch": batch, "mode": mode.name}
-            if time.monotonic() - begin > plan.budget_s:
-                yield {**row, "error": "not run: out of time"}
+            while True:
+                left = min(ends_at - time.monotonic(), patience)
+                watch = threading.Timer(max(left, 0), self._end)
+                watch.start()
+                line = self._process.stdout.readline()
+                watch.cancel()
+                if not line:
+                    break
+                yield line.rstrip("\n")
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=CLOSING_S)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    @property
+    def code(self) -> int:
+        return self._process.wait()
+
+
+def _parity(part: _Outside) -> list[Row]:
+    rows, seen = [], []
+    for line in part.lines(time.monotonic() + PARITY_S):
+        if line.startswith("{"):
+            rows.append(json.loads(line))
+        else:
+            seen.append(line)
+    if part.code != 0:
+        told = f"ended with {part.code}: {' '.join(seen[-3:])[-300:]}"
+        rows.append({"way": "all the others", "dtype": "n/a", "differs": told})
+    return rows
+
+
+def _kernel_tests(part: _Outside) -> dict[str, Any]:
+    """The kernel's own cases, compiled for this GPU."""
+    lines = list(part.lines(time.monotonic() + KERNEL_TESTS_S)) or ["nothing was printed"]
+    return {"code": part.code, "last_line": lines[-1], "tail": lines[-60:]}
+
+
+def _rows(plan: Plan, runs: Path) -> Iterator[Row]:
+    """Rows of `gpu_rows`, whose process is started again behind a row that ended it."""
+    done: list[Key] = []
+    file = runs / "plan"
+    for _ in range(MOST_STARTS):
+        file.write_bytes(pickle.dumps((plan, done)))
+        part = _Outside((*ROWS, str(file), str(runs)))
+        begun, seen = None, list[str]()
+        for line in part.lines(plan.ends_at + GRACE_S, ROW_S):
+            if not line.startswith("{"):
+                seen.append(line)
                 continue
-            try:
-                yield {**row, **_one(plan, runs, decoder, ceilings, batch, mode)}
-            except Exception as error:  # likewise
-                yield {**row, "error": _short(error)}
-        del model, decoder
-        if plan.device == "cuda":
-            torch.cuda.empty_cache()
-
-
-def _card(name: str, dtype: str, ceilings: Any) -> dict[str, Any]:
-    most = max(rate for _, rate in ceilings.read_curve)
-    return {
-        "model": name,
-        "dtype": dtype,
-        "read_gb_per_s": {f"{size >> 20} MiB": rate / 1e9 for size, rate in ceilings.read_curve},
-        "best_read_gb_per_s": most / 1e9,
-        "copy_gb_per_s": ceilings.copy_bytes_per_s / 1e9,
-        "gemm_tflops": {k: v / 1e12 for k, v in ceilings.gemm_flops.items()},
-        "gemv_gb_per_s": {p.name: p.bytes_per_s / 1e9 for p in ceilings.gemv},
-    }
-
-
-def _one(
-    plan: Plan, runs: Path, decoder: Any, ceilings: Any, batch: int, mode: Mode
-) -> dict[str, Any]:
-    from stepscope.analyze import analyze
-    from stepscope.runner.execute import execute
-    from stepscope.runner.job import Job, Watcher
-    from stepscope.scenario import parse_scenario
-    from stepscope.store import read_run
-
-    text = SCENARIO.format(
-        batch=batch,
-        kv_tokens=batch * (plan.prompt + plan.output + 16),
-        attention=mode.attention,
-        graphs=mode.graphs,
-        overlap=str(mode.overlap).lower(),
-        output=plan.output,
-        prompt=plan.prompt,
-    )
-    scenario = parse_scenario(text, "gpu-check")
-    directory = runs / f"{decoder.spec.name}-{decoder.spec.dtype}-{batch}-{mode.name}".replace(
-        ":", "-"
-    ).replace(", ", "-")
-    policy = scenario.engine.policies[0]
-    threads = 1 if plan.device == "cuda" else 2
-    job = Job(
-        scenario, policy, decoder, None, threads, ceilings, ["gpu-check"], runs, directory, True
-    )
-    execute(job, Watcher())
-    run = read_run(directory)
-    return _facts(run, analyze(run))
-
-
-def _facts(run: Any, analysis: Any) -> dict[str, Any]:
-    from stepscope.stats import median
-
-    decodes = [r for r in run.steps if r.kind == "decode" and not r.warmup]
-
-    def typical(name: str) -> float | None:
-        values = [v for r in decodes if (v := getattr(r, name)) is not None]
-        return median(values) if values else None
-
-    views = [s for s in analysis.steps if s.kind == "decode"]
-    return {
-        "steps": len(decodes),
-        "step_ms": _ms(median([v.wall_ns for v in views])),
-        "dev_forward_ms": _ms(typical("dev_forward_ns")),
-        "dev_gather_ms": _ms(typical("dev_gather_ns")),
-        "dev_sample_ms": _ms(typical("dev_sample_ns")),
-        "host_launch_ms": _ms(typical("forward_ns")),
-        "d2h_wait_ms": _ms(typical("d2h_wait_ns")),
-        "launches": typical("num_launches"),
-        "graph_hits": sum(r.graph_hit or 0 for r in decodes),
-        "mbu": median([v.mbu for v in views if v.mbu is not None]),
-        "floor_ms": _ms(median([v.floor_ns for v in views if v.floor_ns is not None])),
-        "twin_ms": _ms(median([v.twin_ns for v in views if v.twin_ns is not None])),
-        "tokens_per_s": analysis.throughput.output_tokens_per_s,
-        "sm_clock_mhz": typical("sm_clock_mhz"),
-        "verdict": analysis.verdict.name,
-        "sentence": analysis.verdict.sentence,
-        "clock": run.meta.clock,
-        "basis": run.meta.basis,
-        "finish_reasons": dict(analysis.finish_reasons),
-    }
-
-
-def _ms(ns: float | None) -> float | None:
-    return None if ns is None else round(ns / 1e6, 4)
-
-
-def _short(error: Exception) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+            row = json.loads(line)
+            begun = row.get("begun")
+            if begun is None:
+                done.append(key(row))
+                yield row
+        if part.code == 0 or time.monotonic() > plan.ends_at:
+            return
+        if begun is not None:
+            done.append(key(begun))
+            yield {**begun, "error": f"ended with {part.code}: {' '.join(seen[-3:])[-300:]}"}
 
 
 # ---------------------------------------------------------------- what is written
@@ -257,8 +185,8 @@ COLUMNS = (
     "dev_forward_ms",
     "dev_gather_ms",
     "dev_sample_ms",
+    "host_prepare_ms",
     "host_launch_ms",
-    "launches",
     "floor_ms",
     "twin_ms",
     "mbu",
@@ -273,7 +201,7 @@ def _failures(found: dict[str, Any]) -> int:
         "error" in row and "out of time" not in row["error"] for row in found.get("steps", ())
     )
     kernel = found.get("kernel_tests", {"code": 0})["code"] != 0
-    return differ + broken + int(kernel)
+    return differ + broken + int(kernel) + int("reports" in found)
 
 
 def _save(out: Path, found: dict[str, Any]) -> None:
@@ -301,10 +229,12 @@ def _markdown(found: dict[str, Any]) -> str:
     return "\n".join([*lines, *_step_tables(found.get("steps", ()))]) + "\n"
 
 
-def _step_tables(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _step_tables(rows: Sequence[Row]) -> list[str]:
     lines: list[str] = []
     for row in rows:
-        if "batch" not in row:
+        if "mode" in row and "batch" not in row:
+            lines += ["", f"{row['model']} in {row['dtype']}, {_launches(row)}"]
+        elif "batch" not in row:
             lines += ["", f"## {row['model']} in {row['dtype']}", "", *_card_lines(row)]
             lines += ["", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
         elif "error" in row:
@@ -314,7 +244,13 @@ def _step_tables(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _card_lines(row: dict[str, Any]) -> list[str]:
+def _launches(row: Row) -> str:
+    counts = row.get("launches") or {row["mode"]: row.get("error")}
+    listed = ", ".join(f"{mode} {_cell(count)}" for mode, count in counts.items())
+    return f"launches of a decode step: {listed}"
+
+
+def _card_lines(row: Row) -> list[str]:
     if "error" in row:
         return [row["error"]]
     reads = ", ".join(f"{size} {rate:,.0f}" for size, rate in row["read_gb_per_s"].items())
@@ -332,11 +268,13 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Row) -> str:
+    if "mode" in row and "batch" not in row:
+        return f"{row['model']} {row['dtype']}, {_launches(row)}"
     if "batch" not in row:
         return f"{row['model']} {row['dtype']}: {row.get('error') or row['best_read_gb_per_s']}"
     what = row.get("error") or f"{row['step_ms']} ms, {row['verdict']}"
-    return f"  batch {row['batch']}, {row['mode']}: {what}"
+    return f"  batch {row['batch']}, {row['mode']}: {what}, at {_elapsed()} s"
 
 
 def _reports(plan: Plan, runs: Path, out: Path) -> None:
@@ -346,7 +284,8 @@ def _reports(plan: Plan, runs: Path, out: Path) -> None:
     from stepscope.store import read_run
 
     with tarfile.open(out / "runs.tar.gz", "w:gz") as archive:
-        archive.add(runs, "runs")
+        for directory in sorted(runs.glob("*/")):
+            archive.add(directory, f"runs/{directory.name}")
     name, batch, modes = plan.reported
     for mode in modes:
         found = sorted(runs.glob(f"{name.replace(':', '-')}-*-{batch}-{mode}"))
@@ -364,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "reports/gpu"))
     )
-    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds until the last row")
     given = parser.parse_args(arguments)
     try:
         import torch
@@ -382,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 4
     os.environ.setdefault("STEPSCOPE_CACHE", tempfile.mkdtemp())
-    return check(replace(Plan(), budget_s=given.budget), given.out)
+    return check(replace(Plan(), ends_at=BEGAN + given.budget), given.out)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -62,16 +63,22 @@ def ways(cuda: bool) -> list[Way]:
 
 def parity(device: str) -> list[dict[str, Any]]:
     """A row per way and dtype: what was compared and what differed ('' = nothing)."""
+    return list(compared(device))
+
+
+def compared(device: str) -> Iterator[dict[str, Any]]:
+    """The rows of `parity`, each as soon as it is known."""
+    torch.set_float32_matmul_precision("highest")  # an environment may have said otherwise
     reference = json.loads((CHECKPOINT / "ids.json").read_text())
     decoder = _decoder("fp32", device)
     cuda = device == "cuda"
-    rows = [_row(w, "fp32", partial(_compare, w, decoder, reference)) for w in ways(cuda)]
+    for way in ways(cuda):
+        yield _row(way, "fp32", partial(_compare, way, decoder, reference))
     for dtype in ("bf16", "fp16"):
         low = _decoder(dtype, device)
         for attention in ("gather", "paged") if cuda else ("gather",):
             check = partial(_near, attention, low, reference)
-            rows.append(_row(Way(attention, attention), dtype, check))
-    return rows
+            yield _row(Way(attention, attention), dtype, check)
 
 
 def _decoder(dtype: str, device: str) -> Decoder:
@@ -84,7 +91,7 @@ def _row(way: Way, dtype: str, check: Callable[[], str]) -> dict[str, Any]:
     try:
         found = check()
     except Exception as error:  # whatever a GPU answers belongs into the table
-        found = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     return {"way": way.name, "dtype": dtype, "differs": found}
 
 
@@ -139,3 +146,8 @@ def _near(attention: str, decoder: Decoder, reference: Sequence[dict[str, Any]])
         if not bool(torch.isfinite(logits[0]).all()):
             return f"request {request} has logits that are not finite"
     return f"{len(missed)} of {len(asked)} not among the {NEAR} best" if missed else ""
+
+
+if __name__ == "__main__":
+    for row in compared(*sys.argv[1:]):
+        print(json.dumps(row), flush=True)

@@ -11,7 +11,9 @@ CPUs, since torch's products for CUDA take other layouts.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from typing import Protocol, Self
 
 import torch
@@ -200,10 +202,21 @@ class Fp8Weight:
 
     def multiply(self, x: torch.Tensor, packed_rows: int) -> torch.Tensor:
         """By the same product for any number of rows."""
-        codes, scales = rows_to_fp8(x.contiguous())
+        to_fp8 = rows_to_fp8 if torch.compiler.is_compiling() else _row_codes(x.device.type)
+        codes, scales = to_fp8(x.contiguous())
         return torch._scaled_mm(
             codes, self.codes.t(), scale_a=scales, scale_b=self.scales[None], out_dtype=self.dtype
         )
+
+
+@cache
+def _row_codes(device: str) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """`rows_to_fp8`, in one kernel where there is one."""
+    if device != "cuda" or find_spec("triton") is None:
+        return rows_to_fp8
+    from stepscope.models import fp8_kernel  # imports triton
+
+    return fp8_kernel.rows_to_fp8
 
 
 def quantized(weight: torch.Tensor, form: str) -> Int8Weight | Int4Weight | Fp8Weight:

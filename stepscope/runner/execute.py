@@ -33,7 +33,7 @@ from stepscope.runner.session import Session
 from stepscope.runner.swap import swap_pages, unswapped_notes
 from stepscope.runner.threaded import ThreadedRunner
 from stepscope.runner.torch_runner import TorchRunner
-from stepscope.runner.twin import Twin, drift, measure_twin, twin_batches
+from stepscope.runner.twin import CONTEXTS, Twin, drift, measure_twin, twin_batches
 from stepscope.store import RunWriter
 
 LESS_MEMORY = "lower engine.token_budget, engine.max_seqs or engine.kv_tokens"
@@ -79,7 +79,7 @@ def _prepare(job: Job, watcher: Watcher) -> _Ready:
     ceilings = _with_twin(job, limits.max_seqs)
     meta = run_meta(job, runner, Setting(limits, pool.total, places, ceilings))
     _warm_up(runner, pool, limits)
-    if runner.device.type == "cuda":
+    if runner.device.type == "cuda" and job.beside.launches:
         runner.launches = measure_launches(runner, pool, limits)
         meta.basis["launches"] = "counted beside the run" if runner.launches else "absent"
     replay = Replay(scenario.requests, job.tokenizer, spec.vocab)
@@ -230,7 +230,8 @@ def _with_twin(job: Job, max_seqs: int) -> Ceilings | None:
     if job.ceilings is None:
         return None
     most = min(max_seqs, len(job.scenario.requests))
-    points = measure_twin(_twin(job), twin_batches(most))
+    batches = job.beside.twin_batches or twin_batches(most)
+    points = measure_twin(_twin(job), batches, job.beside.twin_contexts or CONTEXTS)
     return replace(job.ceilings, twin=tuple(points))
 
 

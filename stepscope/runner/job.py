@@ -21,6 +21,15 @@ from stepscope.scenario import Scenario
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What is measured beside a run, if not everything: it takes seconds."""
+
+    twin_batches: tuple[int, ...] | None = None  # None: powers of two and the largest
+    twin_contexts: tuple[int, ...] | None = None  # None: those of the twin's own
+    launches: bool = True  # on a GPU; the profiler stays attached to the process
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     scenario: Scenario
     policy: str  # NAME or NAME,key=value,...
@@ -33,6 +42,7 @@ class Job:
     directory: Path | None = None
     force: bool = False
     notes: tuple[str, ...] = ()  # on the model, made while it was loaded
+    beside: Beside = Beside()
 
 
 @dataclass

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from stepscope.device.cuda import count_launches
 from stepscope.engine.kv import PagePool
+from stepscope.engine.plan import StepPlan
 from stepscope.engine.scheduler import Limits
 from stepscope.errors import UsageError
 from stepscope.models.backends import choose_attention
@@ -78,10 +77,14 @@ def measure_launches(
     found: dict[tuple[str, int], int] = {}
     for batch in twin_batches(most):
         plan = decode_plan(batch, pool.page_size, pool.page_size)
-        steps(runner, plan, 2)
-        count = count_launches(lambda plan=plan: steps(runner, plan, 1))  # type: ignore[misc]
+        count = launches_of(runner, plan)
         if count is None:
             return {}
         found[plan.graph or "eager", plan.padded_batch or batch] = count
-    torch.cuda.synchronize()
     return found
+
+
+def launches_of(runner: TorchRunner, plan: StepPlan) -> int | None:
+    """Of one step, from its index tensors to the copy of its ids; None without a profiler."""
+    steps(runner, plan, 2)
+    return count_launches(lambda: steps(runner, plan, 1))

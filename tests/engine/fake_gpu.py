@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepscope.models import attention, dummy, tensors, transfer
+from stepscope.models import attention, dummy, packed, quantize, tensors, transfer
 from stepscope.models.decoder import Decoder
 from stepscope.models.load import load_model
 
@@ -53,6 +53,7 @@ def fake_gpu(patch: pytest.MonkeyPatch) -> Iterator[None]:
         from stepscope.models import paged_kernel
 
         patch.setattr(paged_kernel, "attend", paged_kernel.paged_attention)
+    patch.setattr(packed, "_row_codes", lambda device: quantize.rows_to_fp8)
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
 

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from stepscope.models import paged_kernel
+from stepscope.models import fp8_kernel, paged_kernel
 from stepscope.models.paged import FURTHER
 
 A100, H100 = 80, 90
@@ -23,6 +23,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int8: "*i8",
     torch.int32: "*i32",
     int: "i32",
@@ -106,3 +107,13 @@ def test_a_mixed_step_compiles(
             assert compiled.metadata.shared <= SHARED[arch]
             if "SPLIT" in kernel.kernel.arg_names:
                 assert "cp.async" in compiled.asm["ptx"], "K and V come ahead of their use"
+
+
+@pytest.mark.parametrize("columns", [16, 4096, 14336])
+def test_rows_to_fp8_compile(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    kernel = Recorded(fp8_kernel._quantize)
+    monkeypatch.setattr(fp8_kernel, "_quantize", kernel)
+    fp8_kernel.rows_to_fp8(torch.zeros(3, columns, dtype=torch.bfloat16))
+    assert len(kernel.launches) == 1
+    for compiled in kernel.compile(H100):
+        assert "cvt.rn.satfinite.e4m3x2" in compiled.asm["ptx"]

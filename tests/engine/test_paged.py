@@ -1,5 +1,5 @@
-"""The paged kernel. Its cases (paged_cases.py, paged_compiled.py) run in processes of their own,
-with an environment that nothing else may see and that must be set before triton is imported."""
+"""The kernels. Their cases (paged_cases.py, fp8_cases.py, paged_compiled.py) run in processes of
+their own, with an environment that nothing else may see, set before triton is imported."""
 
 from __future__ import annotations
 
@@ -44,8 +44,13 @@ def test_cases_in_the_interpreter() -> None:
 
 
 @no_triton
+def test_rows_to_fp8_in_the_interpreter() -> None:
+    run_cases("fp8_cases.py", 13, TRITON_INTERPRET="1")
+
+
+@no_triton
 def test_it_compiles_for_gpus(tmp_path: Path) -> None:
-    run_cases("paged_compiled.py", 4, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    run_cases("paged_compiled.py", 7, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @no_triton
