@@ -52,9 +52,10 @@ Told = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """For steps of `first` rows or more; tuned at `rows`, among these kernels of matrix products.
+    """For steps of `first` rows or more; made for `rows`, with these kernels of matrix products.
 
-    CPP: generated, ATEN: oneDNN. Where there are both, torch times them and takes the faster ones.
+    CPP: generated (oneDNN where torch cannot), ATEN: oneDNN. Not both, of which torch would take
+    the faster one: it times one matrix at a time, out of the cache, and so takes the wrong one.
     """
 
     first: int
@@ -63,7 +64,7 @@ class Form:
 
 
 FEW_ROWS = 4  # torch's generated kernels keep so many rows in registers
-FEW, MANY = Form(1, FEW_ROWS, "CPP,ATEN"), Form(FEW_ROWS + 1, 16, "ATEN")
+FEW, MANY = Form(1, FEW_ROWS, "CPP"), Form(FEW_ROWS + 1, 16, "ATEN")
 # Elements for which a kernel between the products is given a second thread; torch's 512 would wake
 # it for a few rows of activations.
 PARALLEL_ELEMENTS = 16_384
