@@ -89,12 +89,16 @@ def _runs() -> list[tuple[str, str]]:
 
 
 def explain(
-    verdict: Annotated[str, typer.Argument(help="A verdict or flag, e.g. bandwidth_bound.")],
+    word: Annotated[
+        str, typer.Argument(help="A verdict, flag, phase, metric or term: bandwidth_bound, gather.")
+    ],
 ) -> None:
-    """Explain a verdict: its rule, thresholds, evidence, and what would prove it wrong."""
+    """Explain a verdict (its rule, what would prove it wrong) or another word of a report."""
     from stepscope.analyze.rules import FLAGS, RULES, rule_text
+    from stepscope.analyze.words import PHASES_IN_WORDS, WORDS
 
-    name = verdict.replace("-", "_")
+    name = word.replace("-", "_").lower()
+    metrics = {shown.partition(" ")[0]: what for shown, what in _metrics()}
     if name in RULES:
         rule = RULES[name]
         parts: tuple[tuple[str, str], ...] = (
@@ -108,9 +112,13 @@ def explain(
     elif name in FLAGS:
         flag = FLAGS[name]
         parts = (("flag", name), ("rule", flag.rule), ("says", flag.wording))
+    elif name in WORDS:
+        parts = (("phase" if name in PHASES_IN_WORDS else "term", name), ("is", WORDS[name]))
+    elif name in metrics:
+        parts = (("metric", name), ("is", metrics[name]))
     else:
-        near = difflib.get_close_matches(name, [*RULES, *FLAGS], 3) or list(RULES)
-        raise UsageError(f"there is no verdict '{verdict}'; the nearest are {', '.join(near)}")
+        near = difflib.get_close_matches(name, [*RULES, *FLAGS, *WORDS, *metrics], 3) or list(RULES)
+        raise UsageError(f"there is no word '{word}' here; the nearest are {', '.join(near)}")
     for label, text in parts:
         entry(f"{label}:", text, 16)
 
