@@ -25,10 +25,6 @@ TERMS_IN_WORDS = {
     "twin": "the same layers and operations at minimal widths: what it takes is dispatch",
     "floor": "bytes over the measured read bandwidth, or FLOPs over the measured GEMM rate, "
     "whichever takes longer",
-    "mbu": "memory bandwidth utilization: bytes read over time over the measured read bandwidth",
-    "itl": "inter-token latency: from one token of a request to its next",
-    "ttft": "time to first token: from arrival to the first token at the client",
-    "tpot": "time per output token: (last - first) / (tokens - 1) of a request",
     "stall": "a step whose excess over the decode-only median made running requests wait",
     "overlap": "a step is scheduled while the last one is computed; its tokens come one "
     "iteration later, and a request that ends meanwhile costs one extra token",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Annotated
 
 import typer
@@ -114,8 +115,8 @@ def explain(
         parts = (("flag", name), ("rule", flag.rule), ("says", flag.wording))
     elif name in WORDS:
         parts = (("phase" if name in PHASES_IN_WORDS else "term", name), ("is", WORDS[name]))
-    elif name in metrics:
-        parts = (("metric", name), ("is", metrics[name]))
+    elif (metric := re.sub(r"^(p\d+|mean|max)_|_(ms|per_s)$", "", name)) in metrics:
+        parts = (("metric", metric), ("is", metrics[metric]))
     else:
         near = difflib.get_close_matches(name, [*RULES, *FLAGS, *WORDS, *metrics], 3) or list(RULES)
         raise UsageError(f"there is no word '{word}' here; the nearest are {', '.join(near)}")

@@ -366,5 +366,4 @@ def test_a_scenario_compiles_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found[-1] == expected
     attach_graphs(runner, base.engine, 2, lambda text: None)
     assert found[-1] == (2,)
-    with pytest.raises(UsageError, match="is for the CPU; use --graphs cuda or eager"):
-        check_launching(replace(base.engine, attention="gather"), "cuda")
+    check_launching(replace(base.engine, attention="gather"), "cuda")  # which has its own way

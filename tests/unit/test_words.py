@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stepscope.analyze.metrics import METRICS
 from stepscope.analyze.rules import FLAGS, RULES
 from stepscope.analyze.words import PHASES_IN_WORDS, WORDS
 from stepscope.records import PHASES
@@ -12,4 +13,4 @@ def test_every_phase_is_explained() -> None:
 
 
 def test_a_word_is_one_thing() -> None:
-    assert not WORDS.keys() & {*RULES, *FLAGS}
+    assert not WORDS.keys() & {*RULES, *FLAGS, *METRICS}
