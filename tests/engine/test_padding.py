@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepscope.engine.plan import StepPlan
+from stepscope.engine.plan import Lap, StepPlan
 from stepscope.engine.request import Request
 from stepscope.models.decoder import Decoder
 from stepscope.runner.torch_runner import TorchRunner
@@ -22,6 +22,7 @@ class Padded:
     """No graph at all: the padded step runs as it is."""
 
     kind = "cuda"
+    pads = True
 
     def __init__(self, runner: TorchRunner, bucket: int | None) -> None:
         self.runner, self._bucket = runner, bucket
@@ -29,7 +30,9 @@ class Padded:
     def bucket(self, n: int) -> int | None:
         return self._bucket
 
-    def run(self, tokens: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
+    def run(
+        self, tokens: torch.Tensor, positions: torch.Tensor, batch: Any, lap: Lap
+    ) -> torch.Tensor:
         attention = self.runner.attention
         return self.runner.decoder.forward(tokens, positions, batch, attention, lambda phase: None)
 
