@@ -25,7 +25,6 @@ TERMS_IN_WORDS = {
     "twin": "the same layers and operations at minimal widths: what it takes is dispatch",
     "floor": "bytes over the measured read bandwidth, or FLOPs over the measured GEMM rate, "
     "whichever takes longer",
-    "stall": "a step whose excess over the decode-only median made running requests wait",
     "overlap": "a step is scheduled while the last one is computed; its tokens come one "
     "iteration later, and a request that ends meanwhile costs one extra token",
     "num_extra_tokens": "tokens computed for requests that had ended before their result was "

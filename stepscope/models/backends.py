@@ -79,7 +79,9 @@ class GatherAttention:
         view = batch.local if local else batch.full
         self._cache.write(layer, batch.write_slots, qkv[:, self._width :])
         lap(FORWARD)
-        context = self._cache.gather(layer, view.read_slots)
+        context = self._cache.gather(layer, view.reads, view.rows_each)
+        if view.stale is not None:
+            context.index_fill_(0, view.stale, 0)
         lap(GATHER)
         return attend(self._spec, qkv[:, : self._width], context, view, self._product)
 

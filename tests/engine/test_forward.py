@@ -176,13 +176,14 @@ def test_gather_bytes_are_the_context_of_the_step(dtype: str, element: int) -> N
     expected = 2 * spec.layers * spec.kv_heads * spec.head_dim * contexts * element
     assert plan.gather_bytes == expected
     assert expected == spec.kv_bytes_per_token * contexts
-    read = batch.attention.full.read_slots.tolist()
-    assert len(read) > contexts, "decodes of 5, 40 and 9 tokens are padded"
-    assert len(set(read)) == contexts, "padding repeats a row, and no two requests share one"
+    view = batch.attention.full
+    read = view.reads.tolist()
+    assert len(read) * view.rows_each > contexts, "decodes of 5, 40 and 9 tokens are padded"
+    assert len(set(read)) == 1 + 3 + 1 + 2 + 1, "padding repeats a page, and none is shared"
 
 
-def test_read_slots_are_each_request_in_order(decoder: Decoder) -> None:
-    """Read off the page tables by hand: longest decode first, its rows padded with its own."""
+def test_reads_are_the_pages_of_each_request_in_order(decoder: Decoder) -> None:
+    """Read off the page tables by hand: longest decode first, others padded with their own."""
     bench = Bench(decoder, page_size=4)
     a, b = prefilled(bench, [6, 9])
     c = bench.request(7, 3)
@@ -192,13 +193,13 @@ def test_read_slots_are_each_request_in_order(decoder: Decoder) -> None:
     def slots(request: Request, count: int) -> list[int]:
         return [request.pages[p // 4] * 4 + p % 4 for p in range(count)]
 
-    own = slots(a, 6)
-    assert batch.attention.full.read_slots.tolist() == [
-        *slots(b, 9),
-        *own,
-        *[own[0]] * 3,
-        *slots(c, 3),
-    ]
+    own, view = slots(a, 6), batch.attention.full
+    assert view.rows_each == 4
+    assert view.reads.tolist() == [*b.pages[:3], *a.pages[:2], a.pages[0], c.pages[0]]
+    assert view.stale is not None
+    assert view.stale.tolist() == [18, 19], "behind the 6 tokens of a, where b has some"
+    [group], [prompt] = view.groups, view.chunks
+    assert (group.length, group.stride, prompt.length, prompt.stride) == (9, 12, 3, 4)
     assert batch.attention.write_slots.tolist() == [slots(b, 9)[8], own[5], *slots(c, 3)]
     assert batch.positions.tolist() == [8, 5, 0, 1, 2]
 

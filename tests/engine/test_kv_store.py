@@ -280,3 +280,12 @@ def test_capacity_in_bytes_pages_or_tokens() -> None:
     assert replace(section, kv_bytes=10 * page).total_pages(small.kv_bytes_per_token) == 18
     with pytest.raises(UsageError, match=r"kv_bytes is 1,000, and one page of 16 tokens takes"):
         replace(section, kv_bytes=1000).total_pages(per_token)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "int8"])
+def test_pages_are_gathered_as_their_rows_are(kv_dtype: str) -> None:
+    store = made(kv_dtype, torch.float32)
+    store.write(0, torch.arange(32), rows_of(32))
+    rows = torch.cat([torch.arange(page * 4, page * 4 + 4) for page in (5, 0, 5, 7)])
+    expected = store.gather(0, rows).clone()
+    assert torch.equal(store.gather(0, torch.tensor([5, 0, 5, 7]), 4), expected)
