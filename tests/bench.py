@@ -32,7 +32,7 @@ from stepscope.device.host import describe_host
 from stepscope.device.kept_ceilings import load_or_measure
 from stepscope.models.load import LoadedModel, load_model
 from stepscope.roofline import Ceilings
-from stepscope.runner.compiled import FEW_ROWS, CompiledDecode
+from stepscope.runner.compiled import CompiledDecode
 from stepscope.runner.job import build_decoder
 from stepscope.runner.probe import decode_plan, steps
 from stepscope.runner.torch_runner import TorchRunner
@@ -171,7 +171,7 @@ def eager_rows(dtype: str, batches: list[int], context: int, threads: int) -> li
 
 def compiled(options: argparse.Namespace) -> list[Row]:
     print(
-        "weights batch context   ours ms (how)    their eager  ratio (range)    mark  "
+        "weights batch context   ours ms  their eager  ratio (range)    mark  "
         "their compiled  ratio (range)   bound ms  of it"
     )
     return [
@@ -182,12 +182,11 @@ def compiled(options: argparse.Namespace) -> list[Row]:
 
 
 def compiled_rows(dtype: str, batches: list[int], contexts: list[int], threads: int) -> list[Row]:
-    """Beyond a few rows this engine's steps stay eager, since a program would not be faster."""
     model = load_model(MODEL, dtype)
     other = hugging_face(model)
     ceilings = load_or_measure(model.spec, threads)
     runner = runner_for(model, max(batches) * (max(contexts) + PAGE_SIZE))
-    runner.graphs = CompiledDecode(runner.decoder, runner.attention, (FEW_ROWS,), print)
+    runner.graphs = CompiledDecode(runner.decoder, runner.attention, batches, print)
     found = []
     for context in contexts:
         for batch in batches:
@@ -196,14 +195,12 @@ def compiled_rows(dtype: str, batches: list[int], contexts: list[int], threads: 
                 "theirs": theirs(other, batch, context),
                 "theirs_compiled": theirs_compiled(other, batch, context),
             }
-            how = "compiled" if runner.graphs.bucket(batch) else "eager"
-            row: Row = {"dtype": dtype, "batch": batch, "context": context, "ours": how}
-            row |= in_turn(blocks)
+            row: Row = {"dtype": dtype, "batch": batch, "context": context, **in_turn(blocks)}
             row |= bound(model.spec, ceilings, batch, context, row["ours_ms"])
             found.append(row)
             print(
-                f"{dtype:<7} {batch:>5} {context:>7} {row['ours_ms']:>9.1f} {how:<8} "
-                f"{row['theirs_ms']:>11.1f} {over(row, 'theirs')} {mark(COMPILED_MARKS, row):>6} "
+                f"{dtype:<7} {batch:>5} {context:>7} {row['ours_ms']:>9.1f} "
+                f"{row['theirs_ms']:>12.1f} {over(row, 'theirs')} {mark(COMPILED_MARKS, row):>6} "
                 f"{row['theirs_compiled_ms']:>15.1f} {over(row, 'theirs_compiled')} "
                 f"{row['bound_ms']:>9.1f} {row['ours_of_bound'] * 100:>4.0f} %",
                 flush=True,

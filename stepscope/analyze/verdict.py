@@ -239,6 +239,8 @@ def _undetermined(found: Findings, share: float) -> _Decided:
     ]
     tail = f" Known without it: {listing(known)}." if known else ""
     advice = "" if missing_inputs(found.frame) else "Record the run with this version of stepscope."
+    if is_compiled(found.frame):
+        advice = "Run the same scenario with --graphs eager: there dispatch has a twin."
     return _Decided(
         "undetermined",
         "",

@@ -5,9 +5,8 @@ number of rows. torch.compile caches nothing that has frozen weights, so that ea
 minutes; AOTInductor, the same compiler ahead of time, makes a file that loads in about a second.
 
 The number of rows is left open, so nothing is padded and nothing compiles while requests are
-served. At a few rows generated kernels stream the weights faster than oneDNN does. Above, they are
-several times slower, and with oneDNN's products a compiled step is no faster than an eager one: a
-program for more rows is made only for buckets that were asked for.
+served. There are two programs: at a few rows generated kernels stream the weights faster than
+oneDNN does, above that they are several times slower.
 """
 
 from __future__ import annotations
@@ -193,9 +192,10 @@ def _compile(decoder: Decoder, form: Form, file: Path) -> None:
         with fresh_cache(), warnings.catch_warnings(), contextlib.redirect_stderr(chatter):
             warnings.simplefilter("ignore")
             program = trace(decoder.spec, dict(decoder.plain_weights()), form.rows)
-            torch._inductor.aoti_compile_and_package(
-                program, package_path=str(unfinished), inductor_configs=_settings(form)
-            )
+            with torch.no_grad():  # or nothing is frozen, and nobody says so
+                torch._inductor.aoti_compile_and_package(
+                    program, package_path=str(unfinished), inductor_configs=_settings(form)
+                )
         os.replace(unfinished, file)
     except RuntimeError as error:
         first = str(error).strip().splitlines()[0]

@@ -10,7 +10,7 @@ from stepscope.engine.plan import StepPlan
 from stepscope.engine.scheduler import Limits
 from stepscope.errors import UsageError
 from stepscope.models.backends import choose_attention
-from stepscope.runner.compiled import FEW_ROWS, CompiledDecode
+from stepscope.runner.compiled import CompiledDecode
 from stepscope.runner.gpu_compiled import CompiledOnGpu
 from stepscope.runner.graphs import NOT_PAGED, CudaGraphs, default_buckets
 from stepscope.runner.probe import decode_plan, steps
@@ -37,11 +37,8 @@ def attach_graphs(
 ) -> None:
     """Give the runner the graphs that the scenario asks for. Raises UsageError if it cannot."""
     attach = graph_attacher(engine.graphs, told)
-    if attach is None:
-        return
-    on_cpu = engine.graphs == "compile" and runner.device.type == "cpu"
-    usual = (min(max_seqs, FEW_ROWS),) if on_cpu else default_buckets(max_seqs)
-    attach(runner, engine.graph_buckets or usual)
+    if attach is not None:
+        attach(runner, engine.graph_buckets or default_buckets(max_seqs))
 
 
 def graph_attacher(graphs: str, told: Callable[[str], None] = lambda text: None) -> Attach | None:
