@@ -103,8 +103,9 @@ class CompiledDecoding(Decoding):
     def _prefill(self, model: Any, prompt: torch.Tensor, batch: int) -> None:
         from transformers import StaticCache
 
-        length = prompt.shape[1] + 1 + self._room
-        self._cache = StaticCache(config=model.config, max_cache_len=length)
-        prompts = prompt.repeat(batch, 1)
-        first = model(prompts, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
-        self._token = first.logits[:, -1].argmax(-1, keepdim=True)
+        super()._prefill(model, prompt, batch)
+        tokens = prompt.shape[1]
+        static = StaticCache(config=model.config, max_cache_len=tokens + 1 + self._room)
+        for layer, filled in zip(static.layers, self._cache.layers, strict=True):
+            layer.update(filled.keys, filled.values)
+        self._cache = static
