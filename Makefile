@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO := runs/demo
-EXAMPLES := quickstart long-prompt-arrives batch-sweep launch-bound
+EXAMPLES := quickstart long-prompt-arrives batch-sweep launch-bound gather-cost
 # Spinning threads starve each other where other work shares the cores; tests do not time anything.
 test: export OMP_WAIT_POLICY = PASSIVE
 
