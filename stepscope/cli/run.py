@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -193,24 +194,53 @@ def _run_all(
     quiet: bool,
 ) -> tuple[list[Path], bool]:
     """One run per policy, on the same weights and arrivals. Stops after an interrupted one."""
-    from stepscope.cli.ceilings import thread_count
-    from stepscope.device.cuda import choose_device
-    from stepscope.device.kept_ceilings import load_or_measure
-    from stepscope.models.load import load_model
     from stepscope.runner.execute import execute
-    from stepscope.runner.job import Job, Watcher, build_decoder, limits_of
+    from stepscope.runner.job import Watcher
+    from stepscope.store import slug
+
+    policies = scenario.engine.policies
+    job = _loaded(scenario, status, _checked(scenario, device), no_ceilings)
+    paths: list[Path] = []
+    watcher = Watcher(on_progress=status.step, on_phase=status.say)
+    if prompt is not None and not quiet:
+        watcher.on_output, watcher.on_progress = _stream, lambda row, done, total: None
+    with _interruptible(watcher):
+        for policy in policies:
+            directory = output / slug(policy) if output and len(policies) > 1 else output
+            own = replace(job, policy=policy, directory=directory, force=force)
+            paths.append(_run_one(own, watcher, status, execute))
+            if watcher.interrupted:
+                break
+    if len(paths) > 1:
+        note(f"next: stepscope compare {' '.join(map(shell_word, paths))}")
+    return paths, watcher.interrupted
+
+
+def _checked(scenario: Scenario, device: str) -> str:
+    """The device. A mistake in the second policy shows before the first has run."""
+    from stepscope.device.cuda import choose_device
+    from stepscope.runner.job import limits_of
     from stepscope.runner.launching import check_launching
     from stepscope.store import slug
 
     policies = scenario.engine.policies
-    threads = thread_count(scenario.engine.threads)
-    for policy in policies:  # a mistake in the second shows before the first has run
+    for policy in policies:
         limits_of(scenario, policy, 1)
     device = choose_device(device)
     check_launching(scenario.engine, device)
-    folders = [slug(policy) for policy in policies]
-    if len(set(folders)) < len(folders):
+    if len({slug(policy) for policy in policies}) < len(policies):
         raise UsageError(f"policies {', '.join(policies)} would share a directory; drop one")
+    return device
+
+
+def _loaded(scenario: Scenario, status: StatusLine, device: str, no_ceilings: bool) -> Job:
+    """The model, and what the device reaches with it; what was noted meanwhile is told."""
+    from stepscope.cli.ceilings import thread_count
+    from stepscope.device.kept_ceilings import load_or_measure
+    from stepscope.models.load import load_model
+    from stepscope.runner.job import Job, build_decoder
+
+    threads = thread_count(scenario.engine.threads)
     section = scenario.model
     model = load_model(
         section.name,
@@ -221,41 +251,17 @@ def _run_all(
         device=device,
     )
     status.clear()
-    for sentence in model.notes:
-        status.say(sentence)
-    ceilings = None
+    ceilings, notes = None, model.notes
     if not no_ceilings:
         ceilings = load_or_measure(model.spec, threads, progress=status.measuring, device=device)
-        for sentence in ceilings.notes:
-            status.say(sentence)
+        notes += ceilings.notes
+    for sentence in notes:
+        status.say(sentence)
     decoder = build_decoder(model, scenario.engine.products, scenario.engine.kv_dtype)
-    several = len(policies) > 1
-    paths: list[Path] = []
-    watcher = Watcher(on_progress=status.step, on_phase=status.say)
-    if prompt is not None and not quiet:
-        watcher.on_output, watcher.on_progress = _stream, lambda row, done, total: None
-    with _interruptible(watcher):
-        for policy in policies:
-            directory = output / slug(policy) if output and several else output
-            job = Job(
-                scenario,
-                policy,
-                decoder,
-                model.tokenizer,
-                threads,
-                ceilings,
-                ["stepscope", *sys.argv[1:]],
-                RUNS,
-                directory,
-                force,
-                notes=model.notes + (ceilings.notes if ceilings else ()),
-            )
-            paths.append(_run_one(job, watcher, status, execute))
-            if watcher.interrupted:
-                break
-    if len(paths) > 1:
-        note(f"next: stepscope compare {' '.join(map(shell_word, paths))}")
-    return paths, watcher.interrupted
+    command = ["stepscope", *sys.argv[1:]]
+    return Job(
+        scenario, "", decoder, model.tokenizer, threads, ceilings, command, RUNS, notes=notes
+    )
 
 
 def _run_one(job: Job, watcher: Watcher, status: StatusLine, execute: Any) -> Path:
